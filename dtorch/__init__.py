@@ -1,0 +1,1 @@
+"""What a user writes with: plain PyTorch, run on a cluster."""

@@ -1,0 +1,1 @@
+"""Brings clusters up: the command dtorch-launch."""
