@@ -1,0 +1,1 @@
+"""Tools to test a program that runs on DTorch: clusters, scripted faults, waits with a name. Public."""
