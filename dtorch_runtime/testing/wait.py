@@ -1,6 +1,7 @@
 """Waits for tests: a condition, a name for what is awaited, and a deadline.
 
-A test that sleeps is either slow or flaky. These return as soon as the condition holds, and fail with a sentence.
+A test that sleeps is either slow or flaky. These return as soon as the condition holds, or fail with a
+sentence.
 """
 
 from __future__ import annotations
