@@ -1,0 +1,99 @@
+"""Settings: one frozen dataclass, each field also an environment variable ``DTORCH_<FIELD>``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dtorch_runtime.errors import SettingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a cluster and its clients behave. Every value must be positive, bools aside.
+
+    Raises:
+        SettingError: a value is not positive or not of its type.
+    """
+
+    #: Longest wait for a value, for ``sync()`` or for room in the op stream without any progress, in seconds.
+    wait_timeout_s: float = 600.0
+    #: Longest wait for a cluster to start or for a handshake, in seconds.
+    start_timeout_s: float = 60.0
+    #: Longest orderly shutdown before processes are killed, in seconds.
+    stop_timeout_s: float = 5.0
+    #: Time between two heartbeats, in seconds.
+    heartbeat_interval_s: float = 0.5
+    #: Silence after which a peer is lost, in seconds.
+    heartbeat_timeout_s: float = 3.0
+    #: Longest wait of a worker for its peers in one collective, in seconds.
+    collective_timeout_s: float = 600.0
+    #: Ops that may be issued ahead of the slowest device.
+    max_outstanding_ops: int = 100_000
+    #: Bytes of uploads that may be on the way.
+    max_outstanding_bytes: int = 64 * 1024 * 1024
+    #: Ops in a batch at most; a smaller one leaves when somebody waits or the program pauses.
+    batch_ops: int = 128
+    #: Age at which a batch leaves although nobody waits, in seconds.
+    batch_age_s: float = 0.002
+    #: Bytes of one frame of tensor data.
+    chunk_bytes: int = 1024 * 1024
+    #: Intra-op threads of each worker; 0 divides the machine's cores among the workers.
+    num_threads: int = 0
+    #: Check the invariants of every state machine and plan while running (slow).
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            zero_allowed = field.name == "num_threads"
+            if field.type == "bool":
+                ok = isinstance(value, bool)
+            elif field.type == "int":
+                ok = (
+                    isinstance(value, int)
+                    and not isinstance(value, bool)
+                    and (value > 0 or zero_allowed and value == 0)
+                )
+            else:
+                ok = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            if not ok:
+                raise SettingError(f"{field.name} takes a positive {field.type}, got {value!r}")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+        """Settings from ``DTORCH_*`` variables; keyword arguments win.
+
+        Raises:
+            SettingError: a variable cannot be read as its field's type, or has a value it cannot have.
+        """
+        source = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            name = f"DTORCH_{field.name.upper()}"
+            if name in source:
+                values[field.name] = _parse(name, str(field.type), source[name])
+        return cls(**(values | overrides))
+
+
+_BOOLS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+def _parse(name: str, kind: str, text: str) -> Any:
+    try:
+        if kind == "bool":
+            return _BOOLS[text.strip().lower()]
+        return int(text) if kind == "int" else float(text)
+    except (KeyError, ValueError):
+        raise SettingError(f"{name} takes a value of type {kind}, got {text!r}") from None

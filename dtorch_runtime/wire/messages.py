@@ -1,0 +1,285 @@
+"""Every control message, grouped by receiver.
+
+A message is a header frame (msgpack, tagged array) and, where its docstring says so, payload frames.
+Ops travel as one payload frame of packed native-endian int64 (see ``dtorch_runtime.ir.stream``); tensors as
+payload frames of raw bytes in row-major order, at most ``Settings.chunk_bytes`` each.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
+
+#: Raised by one whenever a message changes. Both sides must have the same.
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+# ---- to the controller, from a client ----
+
+
+class ClientHello(Message, tag="client_hello", kw_only=True):
+    """First message of a client."""
+
+    version: int
+    session_key: bytes
+    host: str
+    pid: int
+
+
+class DefineMesh(Message, tag="define_mesh", kw_only=True):
+    """Also sent on to every node, with the session filled in."""
+
+    session: int = 0
+    mesh: MeshRecord
+
+
+class DefineTemplates(Message, tag="define_templates", kw_only=True):
+    """Templates, before the first op that uses them. Also sent on to nodes, with the session filled in."""
+
+    session: int = 0
+    templates: list[TemplateRecord]
+
+
+class Ops(Message, tag="ops", kw_only=True):
+    """A batch of op records, in program order. Payload: one frame of int64."""
+
+    seq: int
+    graph_id: int
+
+
+class Upload(Message, tag="upload", kw_only=True):
+    """A chunk of a value's local piece, for each of ``devices``. Payload: one frame.
+
+    Also sent on to nodes, with the session filled in. The value exists when ``offset_bytes`` plus the
+    payload reaches ``total_bytes``; chunks of one value come in order.
+    """
+
+    session: int = 0
+    seq: int
+    value_id: int
+    devices: list[int]
+    dtype: str
+    shape: list[int]
+    offset_bytes: int
+    total_bytes: int
+
+
+class Fetch(Message, tag="fetch", kw_only=True):
+    """Asks one device for its local piece of a value. Also sent on to the node, with the session filled in."""
+
+    session: int = 0
+    request_id: int
+    value_id: int
+    device: int
+
+
+class ClientBye(Message, tag="client_bye", kw_only=True):
+    """The client leaves; everything of the session is freed."""
+
+
+class StatusRequest(Message, tag="status_request", kw_only=True):
+    """Asks for a ``Status``; needs the session key, opens no session."""
+
+    version: int
+    session_key: bytes
+
+
+class StopCluster(Message, tag="stop_cluster", kw_only=True):
+    """Asks the controller and all nodes to end."""
+
+    version: int
+    session_key: bytes
+
+
+# ---- to the controller, from a node ----
+
+
+class NodeHello(Message, tag="node_hello", kw_only=True):
+    """First message of a node agent. ``num_devices`` become cluster-wide ids in the order of joining."""
+
+    version: int
+    session_key: bytes
+    name: str
+    host: str
+    pid: int
+    device_type: str
+    num_devices: int
+    data_endpoint: str
+
+
+class Done(Message, tag="done", kw_only=True):
+    """Every worker of the node finished all messages of the session up to ``seq`` that reached the node."""
+
+    session: int
+    seq: int
+
+
+class ValueData(Message, tag="value_data", kw_only=True):
+    """A chunk of the local piece that a fetch asked for. Payload: one frame. Also sent on to the client."""
+
+    session: int
+    request_id: int
+    device: int
+    dtype: str
+    shape: list[int]
+    offset_bytes: int
+    total_bytes: int
+
+
+class FetchFailed(Message, tag="fetch_failed", kw_only=True):
+    """The fetch has no value. Also sent on to the client."""
+
+    session: int
+    request_id: int
+    device: int
+    failure: FailureRecord
+
+
+class OpFailed(Message, tag="op_failed", kw_only=True):
+    """An op raised on a worker; once for the op that raised, not for those that depend on it.
+
+    Also sent on to the client. Comes before the ``Done`` of the message that held the op.
+    """
+
+    session: int
+    failure: FailureRecord
+
+
+class NodeBye(Message, tag="node_bye", kw_only=True):
+    """The node leaves on purpose."""
+
+    reason: str
+
+
+# ---- to a client ----
+
+
+class Welcome(Message, tag="welcome", kw_only=True):
+    """Answer to ``ClientHello``."""
+
+    session: int
+    nodes: list[NodeRecord]
+    heartbeat_endpoint: str
+
+
+class Refused(Message, tag="refused", kw_only=True):
+    """The handshake, or a message that the protocol does not allow, was refused. The peer must end."""
+
+    reason: str
+
+
+class Credit(Message, tag="credit", kw_only=True):
+    """All nodes are done with the session's messages up to ``seq``."""
+
+    seq: int
+
+
+class NodeJoined(Message, tag="node_joined", kw_only=True):
+    """A node joined after ``Welcome``. Also sent to nodes."""
+
+    node: NodeRecord
+
+
+class NodeDown(Message, tag="node_down", kw_only=True):
+    """A node is lost or left. Also sent to nodes."""
+
+    name: str
+    devices: list[int]
+    reason: str
+
+
+class ClusterClosing(Message, tag="cluster_closing", kw_only=True):
+    """The controller ends. Also sent to nodes."""
+
+    reason: str
+
+
+class Status(Message, tag="status", kw_only=True):
+    """Answer to ``StatusRequest``."""
+
+    nodes: list[NodeRecord]
+    sessions: list[int]
+    num_ops: int
+    uptime_s: float
+
+
+# ---- to a node ----
+
+
+class NodeWelcome(Message, tag="node_welcome", kw_only=True):
+    """Answer to ``NodeHello``. ``devices`` are the node's cluster-wide ids; ``nodes`` the others."""
+
+    devices: list[int]
+    nodes: list[NodeRecord]
+    heartbeat_endpoint: str
+
+
+class SessionOpened(Message, tag="session_opened", kw_only=True):
+    """A client has come. The following messages may name its session."""
+
+    session: int
+
+
+class SessionEnded(Message, tag="session_ended", kw_only=True):
+    """The client has gone: drop its work and free its values."""
+
+    session: int
+
+
+class Subgraph(Message, tag="subgraph", kw_only=True):
+    """Op records of the node's devices, in program order. Payload: one frame of int64."""
+
+    session: int
+    seq: int
+
+
+ToController: TypeAlias = (
+    ClientHello
+    | DefineMesh
+    | DefineTemplates
+    | Ops
+    | Upload
+    | Fetch
+    | ClientBye
+    | StatusRequest
+    | StopCluster
+    | NodeHello
+    | Done
+    | ValueData
+    | FetchFailed
+    | OpFailed
+    | NodeBye
+)
+ToClient: TypeAlias = (
+    Welcome
+    | Refused
+    | Credit
+    | NodeJoined
+    | NodeDown
+    | ClusterClosing
+    | Status
+    | ValueData
+    | FetchFailed
+    | OpFailed
+)
+ToNode: TypeAlias = (
+    NodeWelcome
+    | Refused
+    | SessionOpened
+    | SessionEnded
+    | DefineMesh
+    | DefineTemplates
+    | Subgraph
+    | Upload
+    | Fetch
+    | NodeJoined
+    | NodeDown
+    | ClusterClosing
+)

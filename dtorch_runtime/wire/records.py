@@ -1,0 +1,186 @@
+"""Plain records inside messages: meshes, placements, templates and their arguments, failures.
+
+An argument of a template is a msgpack scalar or one of the tagged structs below.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class PlacementRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One placement. ``kind`` is R, S or P; ``dim`` and ``unit`` belong to S, ``op`` to P."""
+
+    kind: str
+    dim: int = 0
+    unit: int = 1
+    op: str = "sum"
+
+
+class MeshRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A mesh, named by a number from then on. ``devices`` are cluster-wide ids in row-major order."""
+
+    mesh_id: int
+    device_type: str
+    shape: list[int]
+    devices: list[int]
+
+
+class LayoutRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A mesh and one placement for each of its axes."""
+
+    mesh_id: int
+    placements: list[PlacementRecord]
+
+
+class Slot(msgspec.Struct, frozen=True, tag="slot", tag_field="t"):
+    """The i-th input tensor of the op."""
+
+    index: int
+
+
+class ScalarSlot(msgspec.Struct, frozen=True, tag="scalar", tag_field="t"):
+    """The i-th int64 that the op record carries after its outputs (a size, an index)."""
+
+    index: int
+
+
+class SeedSlot(msgspec.Struct, frozen=True, tag="seed", tag_field="t"):
+    """A random generator seeded with the i-th int64 of the op record, the same on every device."""
+
+    index: int
+
+
+class DTypeArg(msgspec.Struct, frozen=True, tag="dtype", tag_field="t"):
+    """``torch.<name>``."""
+
+    name: str
+
+
+class LayoutArg(msgspec.Struct, frozen=True, tag="layout", tag_field="t"):
+    """A ``torch.layout`` by name, e.g. ``strided``."""
+
+    name: str
+
+
+class MemoryFormatArg(msgspec.Struct, frozen=True, tag="memory_format", tag_field="t"):
+    """A ``torch.memory_format`` by name, e.g. ``contiguous_format``."""
+
+    name: str
+
+
+class DeviceArg(msgspec.Struct, frozen=True, tag="device", tag_field="t"):
+    """The device on which the worker runs."""
+
+
+class ComplexArg(msgspec.Struct, frozen=True, tag="complex", tag_field="t"):
+    """A Python complex number."""
+
+    real: float
+    imag: float
+
+
+class ListArg(msgspec.Struct, frozen=True, tag="list", tag_field="t"):
+    """A list of arguments; its own struct, because the decoder has no untagged recursive types."""
+
+    items: list[Arg]
+
+
+class LocalShape(msgspec.Struct, frozen=True, tag="local_shape", tag_field="t"):
+    """The shape of the local piece of a tensor of global ``shape`` under ``layout``; a list of ints."""
+
+    shape: list[int]
+    layout: LayoutRecord
+
+
+class LocalStart(msgspec.Struct, frozen=True, tag="local_start", tag_field="t"):
+    """Where, in dim ``dim`` of the global tensor, the local piece starts; an int."""
+
+    shape: list[int]
+    layout: LayoutRecord
+    dim: int
+
+
+class TransferArg(msgspec.Struct, frozen=True, tag="transfer", tag_field="t"):
+    """The plan that brings a tensor of global ``shape`` and ``dtype`` from one layout to another."""
+
+    shape: list[int]
+    dtype: str
+    source: LayoutRecord
+    target: LayoutRecord
+
+
+#: What stands in an argument place.
+Arg: TypeAlias = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | ListArg
+    | Slot
+    | ScalarSlot
+    | SeedSlot
+    | DTypeArg
+    | LayoutArg
+    | MemoryFormatArg
+    | DeviceArg
+    | ComplexArg
+    | LocalShape
+    | LocalStart
+    | TransferArg
+)
+
+
+class TemplateRecord(msgspec.Struct, frozen=True, array_like=True):
+    """An op with everything but its value ids.
+
+    ``op`` is ``namespace::name.overload`` (``aten::add.Tensor``; ``dtorch::...`` for our own kernels).
+    ``mesh_ids`` name the meshes whose devices take part (two for a transfer between meshes).
+    ``mutates`` lists the inputs that the op writes to; a mutated input that the op returns is no output.
+    """
+
+    template_id: int
+    op: str
+    args: list[Arg]
+    kwargs: dict[str, Arg]
+    num_inputs: int
+    num_outputs: int
+    num_scalars: int
+    mesh_ids: list[int]
+    mutates: list[int] = []
+
+    @property
+    def width(self) -> int:
+        """Number of int64 in an op record of this template."""
+        return 2 + self.num_inputs + self.num_outputs + self.num_scalars
+
+
+class FailureRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Why a value does not exist. ``kind`` is op (a kernel raised), node (a node is lost) or internal.
+
+    ``failure_id`` is equal wherever the same failure arrives, so that it is reported once.
+    """
+
+    kind: str
+    failure_id: str
+    op: str
+    location_id: int
+    device: int
+    node: str
+    error_type: str
+    message: str
+    traceback: str
+
+
+class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A node as others see it. ``devices`` are its cluster-wide ids; ``data_endpoint`` its data plane."""
+
+    name: str
+    host: str
+    pid: int
+    device_type: str
+    devices: list[int]
+    data_endpoint: str
