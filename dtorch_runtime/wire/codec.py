@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from dtorch_runtime.errors import TransportError
 from dtorch_runtime.wire.messages import Message, ToClient, ToController, ToNode
 
+_T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
 _to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
@@ -51,7 +52,7 @@ def decode_to_node(frame: Any) -> ToNode:
     return _decode(_to_node, frame)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], frame: Any) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: Any) -> _T:
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:

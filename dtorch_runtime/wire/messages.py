@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ---- to the controller, from a client ----
 
 
-class ClientHello(Message, tag="client_hello", kw_only=True):
+class ClientHello(Message, frozen=True, kw_only=True, tag="client_hello"):
     """First message of a client."""
 
     version: int
@@ -33,28 +33,28 @@ class ClientHello(Message, tag="client_hello", kw_only=True):
     pid: int
 
 
-class DefineMesh(Message, tag="define_mesh", kw_only=True):
+class DefineMesh(Message, frozen=True, kw_only=True, tag="define_mesh"):
     """Also sent on to every node, with the session filled in."""
 
     session: int = 0
     mesh: MeshRecord
 
 
-class DefineTemplates(Message, tag="define_templates", kw_only=True):
+class DefineTemplates(Message, frozen=True, kw_only=True, tag="define_templates"):
     """Templates, before the first op that uses them. Also sent on to nodes, with the session filled in."""
 
     session: int = 0
     templates: list[TemplateRecord]
 
 
-class Ops(Message, tag="ops", kw_only=True):
+class Ops(Message, frozen=True, kw_only=True, tag="ops"):
     """A batch of op records, in program order. Payload: one frame of int64."""
 
     seq: int
     graph_id: int
 
 
-class Upload(Message, tag="upload", kw_only=True):
+class Upload(Message, frozen=True, kw_only=True, tag="upload"):
     """A chunk of a value's local piece, for each of ``devices``. Payload: one frame.
 
     Also sent on to nodes, with the session filled in. The value exists when ``offset_bytes`` plus the
@@ -71,7 +71,7 @@ class Upload(Message, tag="upload", kw_only=True):
     total_bytes: int
 
 
-class Fetch(Message, tag="fetch", kw_only=True):
+class Fetch(Message, frozen=True, kw_only=True, tag="fetch"):
     """Asks one device for its local piece of a value. Also sent on to the node, with the session filled in."""
 
     session: int = 0
@@ -80,18 +80,18 @@ class Fetch(Message, tag="fetch", kw_only=True):
     device: int
 
 
-class ClientBye(Message, tag="client_bye", kw_only=True):
+class ClientBye(Message, frozen=True, kw_only=True, tag="client_bye"):
     """The client leaves; everything of the session is freed."""
 
 
-class StatusRequest(Message, tag="status_request", kw_only=True):
+class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
     """Asks for a ``Status``; needs the session key, opens no session."""
 
     version: int
     session_key: bytes
 
 
-class StopCluster(Message, tag="stop_cluster", kw_only=True):
+class StopCluster(Message, frozen=True, kw_only=True, tag="stop_cluster"):
     """Asks the controller and all nodes to end."""
 
     version: int
@@ -101,7 +101,7 @@ class StopCluster(Message, tag="stop_cluster", kw_only=True):
 # ---- to the controller, from a node ----
 
 
-class NodeHello(Message, tag="node_hello", kw_only=True):
+class NodeHello(Message, frozen=True, kw_only=True, tag="node_hello"):
     """First message of a node agent. ``num_devices`` become cluster-wide ids in the order of joining."""
 
     version: int
@@ -114,14 +114,14 @@ class NodeHello(Message, tag="node_hello", kw_only=True):
     data_endpoint: str
 
 
-class Done(Message, tag="done", kw_only=True):
+class Done(Message, frozen=True, kw_only=True, tag="done"):
     """Every worker of the node finished all messages of the session up to ``seq`` that reached the node."""
 
     session: int
     seq: int
 
 
-class ValueData(Message, tag="value_data", kw_only=True):
+class ValueData(Message, frozen=True, kw_only=True, tag="value_data"):
     """A chunk of the local piece that a fetch asked for. Payload: one frame. Also sent on to the client."""
 
     session: int
@@ -133,7 +133,7 @@ class ValueData(Message, tag="value_data", kw_only=True):
     total_bytes: int
 
 
-class FetchFailed(Message, tag="fetch_failed", kw_only=True):
+class FetchFailed(Message, frozen=True, kw_only=True, tag="fetch_failed"):
     """The fetch has no value. Also sent on to the client."""
 
     session: int
@@ -142,7 +142,7 @@ class FetchFailed(Message, tag="fetch_failed", kw_only=True):
     failure: FailureRecord
 
 
-class OpFailed(Message, tag="op_failed", kw_only=True):
+class OpFailed(Message, frozen=True, kw_only=True, tag="op_failed"):
     """An op raised on a worker; once for the op that raised, not for those that depend on it.
 
     Also sent on to the client. Comes before the ``Done`` of the message that held the op.
@@ -152,7 +152,7 @@ class OpFailed(Message, tag="op_failed", kw_only=True):
     failure: FailureRecord
 
 
-class NodeBye(Message, tag="node_bye", kw_only=True):
+class NodeBye(Message, frozen=True, kw_only=True, tag="node_bye"):
     """The node leaves on purpose."""
 
     reason: str
@@ -161,7 +161,7 @@ class NodeBye(Message, tag="node_bye", kw_only=True):
 # ---- to a client ----
 
 
-class Welcome(Message, tag="welcome", kw_only=True):
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """Answer to ``ClientHello``."""
 
     session: int
@@ -169,25 +169,25 @@ class Welcome(Message, tag="welcome", kw_only=True):
     heartbeat_endpoint: str
 
 
-class Refused(Message, tag="refused", kw_only=True):
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     """The handshake, or a message that the protocol does not allow, was refused. The peer must end."""
 
     reason: str
 
 
-class Credit(Message, tag="credit", kw_only=True):
+class Credit(Message, frozen=True, kw_only=True, tag="credit"):
     """All nodes are done with the session's messages up to ``seq``."""
 
     seq: int
 
 
-class NodeJoined(Message, tag="node_joined", kw_only=True):
+class NodeJoined(Message, frozen=True, kw_only=True, tag="node_joined"):
     """A node joined after ``Welcome``. Also sent to nodes."""
 
     node: NodeRecord
 
 
-class NodeDown(Message, tag="node_down", kw_only=True):
+class NodeDown(Message, frozen=True, kw_only=True, tag="node_down"):
     """A node is lost or left. Also sent to nodes."""
 
     name: str
@@ -195,13 +195,13 @@ class NodeDown(Message, tag="node_down", kw_only=True):
     reason: str
 
 
-class ClusterClosing(Message, tag="cluster_closing", kw_only=True):
+class ClusterClosing(Message, frozen=True, kw_only=True, tag="cluster_closing"):
     """The controller ends. Also sent to nodes."""
 
     reason: str
 
 
-class Status(Message, tag="status", kw_only=True):
+class Status(Message, frozen=True, kw_only=True, tag="status"):
     """Answer to ``StatusRequest``."""
 
     nodes: list[NodeRecord]
@@ -213,7 +213,7 @@ class Status(Message, tag="status", kw_only=True):
 # ---- to a node ----
 
 
-class NodeWelcome(Message, tag="node_welcome", kw_only=True):
+class NodeWelcome(Message, frozen=True, kw_only=True, tag="node_welcome"):
     """Answer to ``NodeHello``. ``devices`` are the node's cluster-wide ids; ``nodes`` the others."""
 
     devices: list[int]
@@ -221,19 +221,19 @@ class NodeWelcome(Message, tag="node_welcome", kw_only=True):
     heartbeat_endpoint: str
 
 
-class SessionOpened(Message, tag="session_opened", kw_only=True):
+class SessionOpened(Message, frozen=True, kw_only=True, tag="session_opened"):
     """A client has come. The following messages may name its session."""
 
     session: int
 
 
-class SessionEnded(Message, tag="session_ended", kw_only=True):
+class SessionEnded(Message, frozen=True, kw_only=True, tag="session_ended"):
     """The client has gone: drop its work and free its values."""
 
     session: int
 
 
-class Subgraph(Message, tag="subgraph", kw_only=True):
+class Subgraph(Message, frozen=True, kw_only=True, tag="subgraph"):
     """Op records of the node's devices, in program order. Payload: one frame of int64."""
 
     session: int

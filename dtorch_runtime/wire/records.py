@@ -114,8 +114,7 @@ class TransferArg(msgspec.Struct, frozen=True, tag="transfer", tag_field="t"):
 
 #: What stands in an argument place.
 Arg: TypeAlias = (
-    None
-    | bool
+    bool
     | int
     | float
     | str
@@ -131,6 +130,7 @@ Arg: TypeAlias = (
     | LocalShape
     | LocalStart
     | TransferArg
+    | None
 )
 
 
