@@ -55,7 +55,7 @@ class Settings:
                 ok = (
                     isinstance(value, int)
                     and not isinstance(value, bool)
-                    and (value > 0 or zero_allowed and value == 0)
+                    and (value > 0 or (zero_allowed and value == 0))
                 )
             else:
                 ok = isinstance(value, int | float) and not isinstance(value, bool) and value > 0

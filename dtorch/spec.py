@@ -1,0 +1,57 @@
+"""``Spec``: everything about a tensor but its identity. Interned, so that equal specs are one object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from dtorch_runtime.ir.layout import Layout
+
+_interned: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, Layout], Spec] = {}
+
+
+class Spec:
+    """Global shape, global strides (in elements), dtype and layout of a tensor.
+
+    Make one with ``intern_spec``: equal specs are the same object, so a cache may hash them by identity.
+    """
+
+    __slots__ = ("dtype", "layout", "shape", "stride")
+
+    def __init__(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, layout: Layout
+    ) -> None:
+        self.shape = shape
+        self.stride = stride
+        self.dtype = dtype
+        self.layout = layout
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the global tensor in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} {self.layout} on mesh {self.layout.mesh.shape}"
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements, as torch gives them (a dim of size 0 counts as 1)."""
+    stride = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(stride)
+
+
+def intern_spec(
+    shape: Sequence[int], dtype: torch.dtype, layout: Layout, stride: Sequence[int] | None = None
+) -> Spec:
+    """The one spec with these fields; row-major strides when none are given."""
+    shape = tuple(shape)
+    strides = contiguous_stride(shape) if stride is None else tuple(stride)
+    key = (shape, strides, dtype, layout)
+    found = _interned.get(key)
+    return found if found is not None else _interned.setdefault(key, Spec(shape, strides, dtype, layout))
