@@ -1,0 +1,233 @@
+"""What a test may leave behind: nothing. Snapshots of a process's threads, children, sockets and files, compared."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+
+from dtorch_runtime.errors import ClusterTimeout
+from dtorch_runtime.testing.wait import wait_until
+
+#: Set in the environment of the test run, inherited by everything that it starts, and by nothing else.
+RUN_MARKER = "DTORCH_TEST_RUN"
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+#: Threads and processes that libraries start once and keep until the interpreter ends.
+_LIBRARY_THREADS = ("TMonitor", "asyncio-waitpid")
+_LIBRARY_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What this process holds at one moment."""
+
+    threads: frozenset[threading.Thread] = frozenset()
+    processes: frozenset[psutil.Process] = frozenset()
+    zmq_sockets: frozenset[zmq.Socket[Any]] = frozenset()
+    #: ``socket:[inode]``, as /proc names an open socket.
+    sockets: frozenset[str] = frozenset()
+    #: Names under /dev/shm and in the run's own temporary folder that begin with ``dtorch-``.
+    files: frozenset[Path] = frozenset()
+
+    def minus(self, other: Resources) -> Resources:
+        return Resources(
+            self.threads - other.threads,
+            self.processes - other.processes,
+            self.zmq_sockets - other.zmq_sockets,
+            self.sockets - other.sockets,
+            self.files - other.files,
+        )
+
+    def plus(self, other: Resources) -> Resources:
+        return Resources(
+            self.threads | other.threads,
+            self.processes | other.processes,
+            self.zmq_sockets | other.zmq_sockets,
+            self.sockets | other.sockets,
+            self.files | other.files,
+        )
+
+    def describe(self) -> list[str]:
+        """One line for each thing held, as a person would look for it."""
+        lines = [f"thread {t.name!r} ({'daemon' if t.daemon else 'not daemon'})" for t in self.threads]
+        lines += [f"process {p.pid}: {_command_line(p)}" for p in self.processes]
+        lines += [f"ZeroMQ socket {_describe_zmq(s)}" for s in self.zmq_sockets if not s.closed]
+        lines += [f"open file descriptor of {s}" for s in self.sockets]
+        lines += [f"file {path}" for path in self.files]
+        return sorted(lines)
+
+
+@dataclass
+class LeakWatch:
+    """Takes snapshots, and knows what a session-wide fixture was allowed to keep."""
+
+    declared: Resources = field(default_factory=Resources)
+    _zmq_sockets: weakref.WeakSet[zmq.Socket[Any]] = field(default_factory=weakref.WeakSet)
+
+    def install(self) -> None:
+        """Learn of every ZeroMQ socket that this process opens from now on."""
+        original = zmq.Socket.__init__
+        registry = self._zmq_sockets
+
+        def remembering(socket: zmq.Socket[Any], *args: Any, **kwargs: Any) -> None:
+            original(socket, *args, **kwargs)
+            registry.add(socket)
+
+        zmq.Socket.__init__ = remembering  # type: ignore[assignment, method-assign]
+
+    def snapshot(self) -> Resources:
+        return Resources(
+            threads=frozenset(t for t in threading.enumerate() if not _is_library_thread(t)),
+            processes=frozenset(p for p in _children() if not _is_library_process(p)),
+            zmq_sockets=frozenset(s for s in list(self._zmq_sockets) if not s.closed),
+            sockets=_open_sockets(),
+            files=_files(),
+        )
+
+    def declare_baseline(self, before: Resources) -> None:
+        """What was opened since ``before`` may stay until the session ends: a shared cluster, and its helpers."""
+        self.declared = self.declared.plus(self.snapshot().minus(before))
+
+    def leaks_since(self, before: Resources, grace_s: float = 3.0) -> list[str]:
+        """What was opened since ``before`` and is still there; waits a moment for what is about to end."""
+        allowed = before.plus(self.declared)
+        left = self.snapshot().minus(allowed)
+        if not left.describe():
+            return []
+        gc.collect()
+
+        def nothing_left() -> bool:
+            nonlocal left
+            left = self._without_foreign_files(self.snapshot().minus(allowed))
+            return not left.describe()
+
+        try:
+            wait_until(nothing_left, "the test's resources to be released", grace_s)
+        except ClusterTimeout:
+            return left.describe()
+        return []
+
+    def _without_foreign_files(self, left: Resources) -> Resources:
+        """Segments in /dev/shm that a process of another run, or of a declared cluster, has mapped are not ours."""
+        if not any(path.parent == _SHARED_MEMORY for path in left.files):
+            return left
+        keepers = set(_processes_outside_run()) | self.declared.processes
+        mapped = {name for process in keepers for name in _mapped_segments(process)}
+        return Resources(
+            left.threads,
+            left.processes,
+            left.zmq_sockets,
+            left.sockets,
+            frozenset(path for path in left.files if str(path) not in mapped),
+        )
+
+
+def end_stray_processes(run: str) -> list[str]:
+    """End what a test run started and lost: processes that carry its marker. Returns a line for each."""
+    strays = [p for p in psutil.process_iter() if p.pid != os.getpid() and _marker_of(p) == run]
+    strays = [p for p in strays if not _is_library_process(p)]
+    lines = [f"process {p.pid}: {_command_line(p)}" for p in strays]
+    for process in strays:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(strays, timeout=5)
+    return lines
+
+
+def _children() -> list[psutil.Process]:
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text().split()
+        except FileNotFoundError:
+            continue  # the thread ended while we looked
+        for pid in pids:
+            try:
+                child = psutil.Process(int(pid))
+                found += [child, *child.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+    return [p for p in found if _is_running(p)]
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _open_sockets() -> frozenset[str]:
+    targets = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            targets.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    return frozenset(t for t in targets if t.startswith("socket:"))
+
+
+def _files() -> frozenset[Path]:
+    return frozenset(
+        path
+        for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir()))
+        if folder.is_dir()
+        for path in folder.iterdir()
+        if path.name.startswith("dtorch-")
+    )
+
+
+def _is_library_thread(thread: threading.Thread) -> bool:
+    # A _DummyThread stands for a thread that Python did not start, such as those of torch's autograd engine.
+    is_foreign = isinstance(thread, threading._DummyThread)
+    return is_foreign or thread.name.startswith(_LIBRARY_THREADS) or type(thread).__name__ in _LIBRARY_THREADS
+
+
+def _is_library_process(process: psutil.Process) -> bool:
+    return any(name in _command_line(process) for name in _LIBRARY_PROCESSES)
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or f"({process.name()}, {process.status()})"
+    except psutil.Error as error:
+        return f"({error})"
+
+
+def _describe_zmq(socket: zmq.Socket[Any]) -> str:
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    return f"{zmq.SocketType(int(socket.type)).name} at {endpoint!r}"
+
+
+def _marker_of(process: psutil.Process) -> str | None:
+    try:
+        marker: str | None = process.environ().get(RUN_MARKER)
+    except psutil.Error:
+        return None
+    return marker
+
+
+def _processes_outside_run() -> list[psutil.Process]:
+    run = os.environ.get(RUN_MARKER)
+    me = os.getpid()
+    return [p for p in psutil.process_iter() if p.pid != me and _marker_of(p) != run]
+
+
+def _mapped_segments(process: psutil.Process) -> set[str]:
+    try:
+        return {m.path for m in process.memory_maps() if m.path.startswith(str(_SHARED_MEMORY))}
+    except psutil.Error:
+        return set()
