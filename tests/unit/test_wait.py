@@ -38,8 +38,9 @@ async def test_a_deadline_names_what_was_awaited_and_what_was_seen(
 
 
 async def test_what_the_condition_raises_is_not_swallowed(wait: Callable[..., Awaitable[Any]]) -> None:
+    agents: dict[str, int] = {}
     with pytest.raises(KeyError):
-        await wait(lambda: {}["missing"], "nothing")
+        await wait(lambda: agents["missing"], "nothing")
 
 
 async def test_the_loop_runs_on_while_the_async_form_waits() -> None:
