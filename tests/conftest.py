@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = folder
     tempfile.tempdir = folder
     os.environ[RUN_MARKER] = RUN
+    os.environ["HF_HUB_OFFLINE"] = "1"  # weights come from an installed package, never from a network
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would outlive the test
     wanted = config.getoption("--seed")
     config.stash[_SEED] = random.SystemRandom().randrange(2**32) if wanted == "random" else int(wanted)
     WATCH.install()
