@@ -1,0 +1,28 @@
+"""All of them, one after the other: ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+COMMANDS = (
+    ["benchmarks.startup"],
+    ["benchmarks.overhead"],
+    ["benchmarks.fetch"],
+    ["benchmarks.collectives"],
+    ["benchmarks.collectives", "--nodes", "2"],
+    ["benchmarks.decode"],
+    ["benchmarks.load_memory"],
+    ["benchmarks.failure"],
+)
+
+
+def main() -> int:
+    """Run each in its own process; the exit status is the number that failed."""
+    return sum(
+        bool(subprocess.run([sys.executable, "-m", *command], check=False).returncode) for command in COMMANDS
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
