@@ -1,0 +1,322 @@
+"""What the controller knows of one client: its graph, its devices, its credits, its fetches. Decisions only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dtorch_runtime.controller.membership import Node
+from dtorch_runtime.controller.planning import plan_batch, route_of_template
+from dtorch_runtime.ir.graph import GraphError, LogicalGraph, RouteTable
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.records import mesh_from_record
+from dtorch_runtime.ir.stream import unpack
+from dtorch_runtime.ir.verify import verify_ops
+from dtorch_runtime.wire.messages import Fetch, Ops, Upload, ValueData
+from dtorch_runtime.wire.records import FailureRecord, MeshRecord, TemplateRecord
+
+
+@dataclass(slots=True)
+class PendingFetch:
+    """A fetch that a node is to answer."""
+
+    node: int
+    device: int
+    #: Bytes that have been sent on to the client so far.
+    num_received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LostDevice:
+    """Why a device is gone for this session."""
+
+    node: str
+    reason: str
+
+
+class Session:
+    """One client, from its hello to its end.
+
+    A node that is lost is lost to the session for good: if it comes back, only sessions that begin later see it,
+    because the values that this one had there are gone.
+    """
+
+    def __init__(self, number: int, peer: int, nodes: Iterable[Node], *, check: bool) -> None:
+        self.number = number
+        self.peer = peer
+        self._check = check
+        self._routes = RouteTable()
+        self.graph = LogicalGraph(self._routes)
+        #: mesh id -> record. A mesh is defined once.
+        self.meshes: dict[int, MeshRecord] = {}
+        #: Numbers of the live nodes that take part.
+        self.nodes: set[int] = set()
+        #: device -> node number, for the nodes above only.
+        self.node_of_device: dict[int, int] = {}
+        #: Devices whose node was lost during the session. None of them is in the table above.
+        self.lost_devices: dict[int, LostDevice] = {}
+        #: (seq, nodes that got a part) of messages that are not credited, by rising seq, all above `credited`.
+        self._in_flight: deque[tuple[int, tuple[int, ...]]] = deque()
+        #: node number -> seq up to which it is done. Of the nodes above only.
+        self._done: dict[int, int] = {}
+        #: node number -> seq of the last message that it got.
+        self._sent: dict[int, int] = {}
+        self.last_seq = 0
+        self._credited = 0
+        self._credit_told = 0
+        #: request id -> where it waits. Of live nodes only.
+        self.fetches: dict[int, PendingFetch] = {}
+        for node in nodes:
+            self.add_node(node)
+
+    # ---- nodes ----
+
+    def add_node(self, node: Node) -> bool:
+        """Let a node take part. False when the session lost one of its devices before."""
+        if any(device in self.lost_devices for device in node.record.devices):
+            return False
+        self.nodes.add(node.number)
+        self._done[node.number] = self._sent[node.number] = 0
+        self.node_of_device.update(dict.fromkeys(node.record.devices, node.number))
+        self._reroute()
+        return True
+
+    def lose_node(self, node: Node, reason: str) -> list[tuple[int, int]]:
+        """Take a node out. Returns the (request id, device) of the fetches that nobody will answer."""
+        if node.number not in self.nodes:
+            return []
+        self.nodes.remove(node.number)
+        del self._done[node.number], self._sent[node.number]
+        for device in node.record.devices:
+            del self.node_of_device[device]
+            self.lost_devices[device] = LostDevice(node.name, reason)
+        self._reroute()
+        failed = [(request, f.device) for request, f in self.fetches.items() if f.node == node.number]
+        for request, _ in failed:
+            del self.fetches[request]
+        self._advance()
+        return failed
+
+    def _reroute(self) -> None:
+        for record in self.graph.templates.values():
+            route = route_of_template(record, self.meshes, self.node_of_device, self._routes)
+            self.graph.set_route(record, route)
+
+    # ---- definitions ----
+
+    def define_mesh(self, record: MeshRecord) -> None:
+        """Raises GraphError for a mesh that cannot be, or another one under a known id."""
+        known = self.meshes.get(record.mesh_id)
+        if known is not None and known != record:
+            raise GraphError(f"mesh {record.mesh_id} is defined twice, as {known} and as {record}")
+        _check_mesh(record)
+        self.meshes[record.mesh_id] = record
+
+    def define_templates(self, records: Iterable[TemplateRecord]) -> None:
+        """Raises GraphError for a template that cannot be."""
+        for record in records:
+            route = route_of_template(record, self.meshes, self.node_of_device, self._routes)
+            self.graph.define_template(record, route)
+
+    # ---- messages with a seq ----
+
+    def add_ops(self, message: Ops, frame: Any) -> list[tuple[tuple[int, ...], Any]]:
+        """Add a batch. Returns groups of nodes and the payload for each of them.
+
+        Raises:
+            GraphError: the batch cannot be, or comes out of order.
+        """
+        self._take_seq(message.seq)
+        if self._check:
+            self._verify(frame)
+        segments = self.graph.add_ops(message.seq, message.graph_id, frame)
+        plan = plan_batch(segments, frame, self.nodes)
+        self._track(message.seq, plan[0][0] if len(plan) == 1 else sum((nodes for nodes, _ in plan), ()))
+        return plan
+
+    def add_upload(self, message: Upload, num_bytes: int) -> list[tuple[int, Upload]]:
+        """Add a chunk of a value. Returns (node, message for it).
+
+        Raises:
+            GraphError: the chunk does not lie inside the value, or comes out of order.
+        """
+        self._take_seq(message.seq)
+        offset, total = message.offset_bytes, message.total_bytes
+        if offset < 0 or offset + num_bytes > total or min(message.shape, default=0) < 0:
+            raise GraphError(f"an upload of {num_bytes} bytes at {offset} lies outside its {total} bytes")
+        devices_of_node: dict[int, list[int]] = {}
+        for device in message.devices:
+            node = self.node_of_device.get(device)
+            if node is not None:
+                devices_of_node.setdefault(node, []).append(device)
+        self.graph.add_upload(message.seq, message.value_id, self._routes.to(set(devices_of_node)))
+        self._track(message.seq, tuple(devices_of_node))
+        return [
+            (node, msgspec.structs.replace(message, session=self.number, devices=devices))
+            for node, devices in devices_of_node.items()
+        ]
+
+    def _take_seq(self, seq: int) -> None:
+        if seq <= self.last_seq:
+            raise GraphError(f"message {seq} came after message {self.last_seq}")
+        self.last_seq = seq
+
+    def _verify(self, frame: Any) -> None:
+        try:
+            words = unpack(frame)
+        except (ValueError, TypeError) as error:
+            raise GraphError(str(error)) from None
+        verify_ops(words, self.graph.templates, self.graph.values)
+
+    def _track(self, seq: int, nodes: tuple[int, ...]) -> None:
+        for node in nodes:
+            self._sent[node] = seq
+        self._in_flight.append((seq, nodes))
+        if not nodes:
+            self._advance()
+
+    def done(self, node: int, seq: int) -> None:
+        """A node is done up to ``seq``.
+
+        Raises:
+            GraphError: it was not given as much.
+        """
+        if seq > self._sent.get(node, 0):
+            raise GraphError(f"message {seq} of session {self.number} was reported done, and never sent")
+        self._done[node] = max(self._done[node], seq)
+        self._advance()
+
+    def _advance(self) -> None:
+        in_flight, done = self._in_flight, self._done
+        before = self._credited
+        while in_flight:
+            seq, nodes = in_flight[0]
+            if not all(node not in done or done[node] >= seq for node in nodes):
+                break
+            self._credited = seq
+            in_flight.popleft()
+        if self._credited != before:
+            self.graph.retire(self._credited)
+
+    def take_credit(self) -> int | None:
+        """The seq up to which everything is done, if the client was not told yet."""
+        if self._credited == self._credit_told:
+            return None
+        self._credit_told = self._credited
+        return self._credited
+
+    def is_ready(self, value_id: int) -> bool:
+        """Whether the message that produced a value is done on every node that holds a piece of it."""
+        segment = self.graph.values.get(value_id)
+        return segment is not None and all(
+            self._done.get(node, 0) >= segment.seq for node in segment.route.nodes
+        )
+
+    # ---- fetches ----
+
+    def add_fetch(self, message: Fetch) -> int | FailureRecord:
+        """The node that will answer, or why nobody can.
+
+        Raises:
+            GraphError: a fetch with this request id is on its way.
+        """
+        if message.request_id in self.fetches:
+            raise GraphError(f"fetch {message.request_id} was asked for twice")
+        node = self.node_of_device.get(message.device)
+        if node is None:
+            return self.device_failure(message.device)
+        if message.value_id not in self.graph.values:
+            text = f"value {message.value_id} was fetched before it was made or after it was freed"
+            return internal_failure(f"value:{self.number}:{message.value_id}", message.device, text)
+        self.fetches[message.request_id] = PendingFetch(node, message.device)
+        return node
+
+    def take_chunk(self, node: int, message: ValueData, num_bytes: int) -> FailureRecord | bool:
+        """Account for a chunk that a node sent. True: send it on. False: nobody waits for it (any more).
+
+        A failure instead: the chunks do not make up the value, and the fetch is over.
+        """
+        fetch = self.fetches.get(message.request_id)
+        if fetch is None or fetch.node != node or fetch.device != message.device:
+            return False
+        end = message.offset_bytes + num_bytes
+        if message.offset_bytes != fetch.num_received or end > message.total_bytes:
+            del self.fetches[message.request_id]
+            text = f"bytes {message.offset_bytes} to {end} of {message.total_bytes} came after {fetch.num_received}"
+            return internal_failure(f"fetch:{self.number}:{message.request_id}", message.device, text)
+        fetch.num_received = end
+        if end == message.total_bytes:
+            del self.fetches[message.request_id]
+        return True
+
+    def end_fetch(self, node: int, request_id: int) -> bool:
+        """A node says that it has no value. False when nobody waits for it (any more)."""
+        fetch = self.fetches.get(request_id)
+        if fetch is None or fetch.node != node:
+            return False
+        del self.fetches[request_id]
+        return True
+
+    def device_failure(self, device: int) -> FailureRecord:
+        """Why a device has no values: its node is lost, or there never was one."""
+        lost = self.lost_devices.get(device)
+        reason = f"no node of the cluster has device {device}" if lost is None else lost.reason
+        return node_failure(device, "" if lost is None else lost.node, reason)
+
+    def validate(self, live_nodes: Container[int]) -> None:
+        """Check the invariants that the attributes state."""
+        self.graph.validate()
+        assert all(node in live_nodes for node in self.nodes)
+        assert set(self.node_of_device.values()) == self.nodes == self._done.keys() == self._sent.keys()
+        assert not self.node_of_device.keys() & self.lost_devices.keys()
+        assert all(fetch.node in self.nodes for fetch in self.fetches.values())
+        assert all(self._done[node] <= self._sent[node] <= self.last_seq for node in self.nodes)
+        seqs = [seq for seq, _ in self._in_flight]
+        assert seqs == sorted(set(seqs))
+        assert all(self._credited < seq <= self.last_seq for seq in seqs)
+        assert self._credit_told <= self._credited <= self.last_seq
+        if self._in_flight:
+            seq, nodes = self._in_flight[0]
+            assert any(self._done[n] < seq for n in nodes if n in self._done), "a message waits for nobody"
+        assert all(segment.seq > self._credited for segment in self.graph.pending)
+
+
+def node_failure(device: int, node: str, reason: str) -> FailureRecord:
+    """No value, because the node that held it is gone. Equal for all devices of the node."""
+    return FailureRecord(
+        kind="node",
+        failure_id=f"node:{node}:{'' if node else device}",
+        op="",
+        location_id=0,
+        device=device,
+        node=node,
+        error_type="NodeLost",
+        message=reason,
+        traceback="",
+    )
+
+
+def internal_failure(failure_id: str, device: int, message: str) -> FailureRecord:
+    """No value, because one side broke the protocol: a bug of ours."""
+    return FailureRecord(
+        kind="internal",
+        failure_id=failure_id,
+        op="",
+        location_id=0,
+        device=device,
+        node="",
+        error_type="InternalError",
+        message=message,
+        traceback="",
+    )
+
+
+def _check_mesh(record: MeshRecord) -> DeviceMesh:
+    try:
+        return mesh_from_record(record)
+    except ValueError as error:
+        raise GraphError(f"mesh {record.mesh_id} cannot be: {error}") from None

@@ -1,0 +1,434 @@
+"""What the controller decides: one event in, actions out. No sockets, no clock, no asyncio.
+
+A *peer* is a connection, numbered by the shell. Until its hello was accepted it is a stranger and changes nothing.
+A peer that breaks the protocol is refused and ended, alone: nothing that it sends reaches another session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from dtorch_runtime.controller.events import (
+    Action,
+    BeatsStopped,
+    Event,
+    ForgetBeats,
+    ForgetPeer,
+    Log,
+    PeerGone,
+    Received,
+    ReceivedGarbage,
+    Send,
+    Stop,
+    StopAsked,
+    WatchBeats,
+)
+from dtorch_runtime.controller.membership import JoinRefused, Membership, Node
+from dtorch_runtime.controller.session import Session
+from dtorch_runtime.ir.graph import GraphError
+from dtorch_runtime.wire.messages import (
+    PROTOCOL_VERSION,
+    ClientBye,
+    ClientHello,
+    ClusterClosing,
+    Credit,
+    DefineMesh,
+    DefineTemplates,
+    Done,
+    Fetch,
+    FetchFailed,
+    Message,
+    NodeBye,
+    NodeDown,
+    NodeHello,
+    NodeJoined,
+    NodeWelcome,
+    OpFailed,
+    Ops,
+    Refused,
+    SessionEnded,
+    SessionOpened,
+    Status,
+    StatusRequest,
+    StopCluster,
+    Subgraph,
+    Upload,
+    ValueData,
+    Welcome,
+)
+from dtorch_runtime.wire.records import FailureRecord
+
+
+class _Violation(Exception):
+    """A peer sent what the protocol does not allow; the text is what it is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerConfig:
+    """What does not change. ``is_session_key`` compares in constant time."""
+
+    is_session_key: Callable[[bytes], bool]
+    heartbeat_endpoint: str
+    started_s: float
+    check: bool = False
+
+
+#: How many payload frames a message has, where that is not none.
+_NUM_FRAMES: dict[type[Message], int] = {Ops: 1, Upload: 1, ValueData: 1}
+_Handler: TypeAlias = Callable[..., None]
+
+
+class ControllerState:
+    """See the module. ``handle`` is the only way in."""
+
+    def __init__(self, config: ControllerConfig) -> None:
+        self._config = config
+        self.membership = Membership()
+        #: session number -> session, live ones only.
+        self.sessions: dict[int, Session] = {}
+        self._num_sessions = 0
+        #: peer -> who it is. Exactly the peers of the live nodes and sessions.
+        self._peers: dict[int, Node | Session] = {}
+        #: Set once; afterwards nobody is let in.
+        self._stop_reason: str | None = None
+        self._num_ops_of_ended_sessions = 0
+        self._actions: list[Action] = []
+        self._now_s = config.started_s
+        self._from_strangers: dict[type[Message], _Handler] = {
+            ClientHello: self._on_client_hello,
+            NodeHello: self._on_node_hello,
+            StatusRequest: self._on_status_request,
+            StopCluster: self._on_stop_cluster,
+        }
+        self._from_clients: dict[type[Message], _Handler] = {
+            Ops: self._on_ops,
+            Fetch: self._on_fetch,
+            Upload: self._on_upload,
+            DefineTemplates: self._on_define_templates,
+            DefineMesh: self._on_define_mesh,
+            ClientBye: self._on_client_bye,
+        }
+        self._from_nodes: dict[type[Message], _Handler] = {
+            Done: self._on_done,
+            ValueData: self._on_value_data,
+            FetchFailed: self._on_fetch_failed,
+            OpFailed: self._on_op_failed,
+            NodeBye: self._on_node_bye,
+        }
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event; ``now_s`` is a monotonic clock. Returns what is to be done, in order."""
+        actions: list[Action] = []
+        self._actions = actions
+        self._now_s = now_s
+        if type(event) is Received:
+            self._on_received(event)
+        elif isinstance(event, ReceivedGarbage):
+            if event.peer in self._peers:
+                self._refuse(event.peer, event.reason)
+        elif isinstance(event, PeerGone):
+            self._lose(event.peer, event.reason)
+        elif isinstance(event, BeatsStopped):
+            peer = next((p for p, who in self._peers.items() if beat_name(who) == event.beat_name), None)
+            if peer is not None:
+                self._lose(peer, event.reason)
+        elif isinstance(event, StopAsked):
+            self._stop(event.reason)
+        if self._config.check:
+            self.validate()
+        return actions
+
+    def validate(self) -> None:
+        """Check the invariants that the attributes state."""
+        self.membership.validate()
+        numbers = {node.number for node in self.membership}
+        for session in self.sessions.values():
+            session.validate(numbers)
+        peers = {node.peer: node for node in self.membership} | {s.peer: s for s in self.sessions.values()}
+        assert peers == self._peers, "peers are not exactly those of live nodes and sessions"
+        assert self._stop_reason is None or not self._peers, "a stopped controller has peers"
+
+    # ---- receiving ----
+
+    def _on_received(self, event: Received) -> None:
+        message = event.message
+        who = self._peers.get(event.peer)
+        if type(who) is Session:
+            handlers = self._from_clients
+        elif type(who) is Node:
+            handlers = self._from_nodes
+        else:
+            handlers = self._from_strangers
+        kind = type(message)
+        handler = handlers.get(kind)
+        try:
+            if handler is None:
+                raise _Violation(_unexpected(message, who))
+            if len(event.frames) != _NUM_FRAMES.get(kind, 0):
+                raise _Violation(f"{_tag(message)} came with {len(event.frames)} payload frames")
+            handler(event.peer if who is None else who, message, event.frames)
+        except (_Violation, GraphError) as violation:
+            self._refuse(event.peer, str(violation))
+
+    def _send(self, peer: int, message: Message, frames: Sequence[Any] = ()) -> None:
+        self._actions.append(Send(peers=(peer,), message=message, frames=frames))
+
+    def _broadcast(self, peers: Sequence[int], message: Message) -> None:
+        if peers:
+            self._actions.append(Send(peers=tuple(peers), message=message))
+
+    def _refuse(self, peer: int, reason: str) -> None:
+        who = self._peers.get(peer)
+        self._actions.append(Log(text=f"refused {'a stranger' if who is None else beat_name(who)}: {reason}"))
+        self._send(peer, Refused(reason=reason))
+        if who is None:
+            self._actions.append(ForgetPeer(peer=peer))
+        else:
+            self._lose(peer, f"it broke the protocol: {reason}")
+
+    # ---- strangers ----
+
+    def _check_key(self, message: ClientHello | NodeHello | StatusRequest | StopCluster) -> None:
+        if message.version != PROTOCOL_VERSION:
+            raise _Violation(
+                f"the controller speaks version {PROTOCOL_VERSION} of the protocol, you speak {message.version}; "
+                f"install the same version of dtorch on both sides"
+            )
+        if not self._config.is_session_key(message.session_key):
+            raise _Violation("the session key is not this cluster's; use the key files made for it")
+        if self._stop_reason is not None:
+            raise _Violation(f"the cluster is closing: {self._stop_reason}")
+
+    def _on_client_hello(self, peer: int, message: ClientHello, frames: Sequence[Any]) -> None:
+        self._check_key(message)
+        self._num_sessions += 1
+        number = self._num_sessions
+        session = Session(number, peer, self.membership, check=self._config.check)
+        self.sessions[number] = session
+        self._peers[peer] = session
+        self._actions.append(WatchBeats(beat_name=beat_name(session)))
+        self._send(
+            peer,
+            Welcome(
+                session=number,
+                nodes=self.membership.records(),
+                heartbeat_endpoint=self._config.heartbeat_endpoint,
+            ),
+        )
+        self._broadcast([node.peer for node in self.membership], SessionOpened(session=number))
+        self._actions.append(Log(text=f"session {number} opened by process {message.pid} on {message.host}"))
+
+    def _on_node_hello(self, peer: int, message: NodeHello, frames: Sequence[Any]) -> None:
+        self._check_key(message)
+        old = self.membership.named(message.name)
+        if old is not None and (old.record.host, old.record.pid) == (message.host, message.pid):
+            self._lose(old.peer, "it connected again")
+        try:
+            node = self.membership.join(peer, message)
+        except JoinRefused as refusal:
+            raise _Violation(str(refusal)) from None
+        self._peers[peer] = node
+        self._actions.append(WatchBeats(beat_name=beat_name(node)))
+        self._send(
+            peer,
+            NodeWelcome(
+                devices=node.record.devices,
+                nodes=self.membership.records(without=node.number),
+                heartbeat_endpoint=self._config.heartbeat_endpoint,
+            ),
+        )
+        others = [other.peer for other in self.membership if other.number != node.number]
+        self._broadcast(others, NodeJoined(node=node.record))
+        for session in self.sessions.values():
+            if session.add_node(node):
+                self._send(session.peer, NodeJoined(node=node.record))
+                self._bring_up_to_date(peer, session)
+        self._actions.append(
+            Log(text=f"node {node.name} joined from {message.host} with devices {node.record.devices}")
+        )
+
+    def _bring_up_to_date(self, node_peer: int, session: Session) -> None:
+        self._send(node_peer, SessionOpened(session=session.number))
+        for mesh in session.meshes.values():
+            self._send(node_peer, DefineMesh(session=session.number, mesh=mesh))
+        templates = list(session.graph.templates.values())
+        if templates:
+            self._send(node_peer, DefineTemplates(session=session.number, templates=templates))
+
+    def _on_status_request(self, peer: int, message: StatusRequest, frames: Sequence[Any]) -> None:
+        self._check_key(message)
+        num_ops = sum(session.graph.num_records for session in self.sessions.values())
+        self._send(
+            peer,
+            Status(
+                nodes=self.membership.records(),
+                sessions=list(self.sessions),
+                num_ops=num_ops + self._num_ops_of_ended_sessions,
+                uptime_s=self._now_s - self._config.started_s,
+            ),
+        )
+
+    def _on_stop_cluster(self, peer: int, message: StopCluster, frames: Sequence[Any]) -> None:
+        self._check_key(message)
+        self._send(peer, ClusterClosing(reason="it was asked to"))
+        self._stop("somebody with the session key asked it to")
+
+    def _stop(self, reason: str) -> None:
+        if self._stop_reason is not None:
+            return
+        self._stop_reason = reason
+        self._broadcast(list(self._peers), ClusterClosing(reason=reason))
+        for who in list(self._peers.values()):
+            self._actions.append(ForgetBeats(beat_name=beat_name(who)))
+            self._forget(who)
+        self._actions.append(Stop(reason=reason))
+
+    # ---- clients ----
+
+    def _node_peers(self, numbers: Sequence[int] | set[int]) -> list[int]:
+        return [node.peer for number in numbers if (node := self.membership.get(number)) is not None]
+
+    def _on_ops(self, session: Session, message: Ops, frames: Sequence[Any]) -> None:
+        subgraph = Subgraph(session=session.number, seq=message.seq)
+        for nodes, payload in session.add_ops(message, frames[0]):
+            self._actions.append(
+                Send(peers=tuple(self._node_peers(nodes)), message=subgraph, frames=(payload,))
+            )
+        self._send_credit(session)
+
+    def _on_upload(self, session: Session, message: Upload, frames: Sequence[Any]) -> None:
+        for node, part in session.add_upload(message, memoryview(frames[0]).nbytes):
+            for peer in self._node_peers([node]):
+                self._send(peer, part, frames)
+        self._send_credit(session)
+
+    def _on_fetch(self, session: Session, message: Fetch, frames: Sequence[Any]) -> None:
+        answer = session.add_fetch(message)
+        if isinstance(answer, FailureRecord):
+            self._fail_fetch(session, message.request_id, message.device, answer)
+            return
+        forwarded = Fetch(
+            session=session.number,
+            request_id=message.request_id,
+            value_id=message.value_id,
+            device=message.device,
+        )
+        for peer in self._node_peers([answer]):
+            self._send(peer, forwarded)
+
+    def _fail_fetch(self, session: Session, request_id: int, device: int, failure: FailureRecord) -> None:
+        self._send(
+            session.peer,
+            FetchFailed(session=session.number, request_id=request_id, device=device, failure=failure),
+        )
+
+    def _on_define_mesh(self, session: Session, message: DefineMesh, frames: Sequence[Any]) -> None:
+        session.define_mesh(message.mesh)
+        self._broadcast(
+            self._node_peers(session.nodes), DefineMesh(session=session.number, mesh=message.mesh)
+        )
+
+    def _on_define_templates(self, session: Session, message: DefineTemplates, frames: Sequence[Any]) -> None:
+        session.define_templates(message.templates)
+        self._broadcast(
+            self._node_peers(session.nodes),
+            DefineTemplates(session=session.number, templates=message.templates),
+        )
+
+    def _on_client_bye(self, session: Session, message: ClientBye, frames: Sequence[Any]) -> None:
+        self._lose(session.peer, "it said goodbye")
+
+    def _send_credit(self, session: Session) -> None:
+        seq = session.take_credit()
+        if seq is not None:
+            self._send(session.peer, Credit(seq=seq))
+
+    # ---- nodes ----
+
+    def _session_of(self, node: Node, number: int) -> Session | None:
+        """The session that a node speaks of. None for one that has ended, or that the node takes no part in."""
+        session = self.sessions.get(number)
+        return session if session is not None and node.number in session.nodes else None
+
+    def _on_done(self, node: Node, message: Done, frames: Sequence[Any]) -> None:
+        session = self._session_of(node, message.session)
+        if session is not None:
+            session.done(node.number, message.seq)
+            self._send_credit(session)
+
+    def _on_value_data(self, node: Node, message: ValueData, frames: Sequence[Any]) -> None:
+        session = self._session_of(node, message.session)
+        if session is None:
+            return
+        verdict = session.take_chunk(node.number, message, memoryview(frames[0]).nbytes)
+        if isinstance(verdict, FailureRecord):
+            self._fail_fetch(session, message.request_id, message.device, verdict)
+        elif verdict:
+            self._send(session.peer, message, frames)
+
+    def _on_fetch_failed(self, node: Node, message: FetchFailed, frames: Sequence[Any]) -> None:
+        session = self._session_of(node, message.session)
+        if session is not None and session.end_fetch(node.number, message.request_id):
+            self._send(session.peer, message)
+
+    def _on_op_failed(self, node: Node, message: OpFailed, frames: Sequence[Any]) -> None:
+        session = self._session_of(node, message.session)
+        if session is not None:
+            self._send(session.peer, message)
+
+    def _on_node_bye(self, node: Node, message: NodeBye, frames: Sequence[Any]) -> None:
+        self._lose(node.peer, f"it left: {message.reason}")
+
+    # ---- endings ----
+
+    def _lose(self, peer: int, reason: str) -> None:
+        """A peer has ended, for whatever reason."""
+        who = self._peers.get(peer)
+        if who is not None:
+            self._actions.append(Log(text=f"{beat_name(who)} ended: {reason}"))
+            self._actions.append(ForgetBeats(beat_name=beat_name(who)))
+            self._forget(who)
+            if isinstance(who, Session):
+                self._broadcast(self._node_peers(who.nodes), SessionEnded(session=who.number))
+            else:
+                self._tell_of_lost_node(who, reason)
+        self._actions.append(ForgetPeer(peer=peer))
+
+    def _forget(self, who: Session | Node) -> None:
+        del self._peers[who.peer]
+        if isinstance(who, Session):
+            self._num_ops_of_ended_sessions += who.graph.num_records
+            del self.sessions[who.number]
+            who.graph.clear()
+        else:
+            self.membership.leave(who.number)
+
+    def _tell_of_lost_node(self, node: Node, reason: str) -> None:
+        down = NodeDown(name=node.name, devices=node.record.devices, reason=reason)
+        # Nodes first: what waits there for the lost devices is to fail before the client can ask for more.
+        self._broadcast([other.peer for other in self.membership], down)
+        for session in self.sessions.values():
+            if node.number not in session.nodes:
+                continue
+            failed = session.lose_node(node, reason)
+            self._send(session.peer, down)
+            for request_id, device in failed:
+                self._fail_fetch(session, request_id, device, session.device_failure(device))
+            self._send_credit(session)
+
+
+def beat_name(who: Session | Node) -> str:
+    """The name under which a peer sends heartbeats."""
+    return f"session:{who.number}" if isinstance(who, Session) else f"node:{who.name}"
+
+
+def _tag(message: Message) -> str:
+    return str(type(message).__struct_config__.tag)
+
+
+def _unexpected(message: Message, who: Session | Node | None) -> str:
+    if who is None:
+        return f"{_tag(message)} came from a peer that is not known (any more); begin with a hello"
+    return f"{_tag(message)} is not a message that {beat_name(who)} may send now"
