@@ -1,0 +1,265 @@
+"""One ATen call as the rules see it: the schema of the overload, and its arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, TypeAlias
+
+import torch
+
+from dtorch.meshes import layout_record
+from dtorch.spec import Spec
+from dtorch_runtime.errors import MeshError, UnsupportedError
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.wire.records import (
+    Arg,
+    ComplexArg,
+    DeviceArg,
+    DTypeArg,
+    LayoutArg,
+    ListArg,
+    LocalShape,
+    LocalStart,
+    MemoryFormatArg,
+    SeedSlot,
+    Slot,
+)
+
+#: Where a tensor parameter gets its tensors from: an input number, several for a list, None for no tensor.
+Operand: TypeAlias = int | tuple[int | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a schema. ``tensors`` is "one", "list" or "" when it takes no tensor."""
+
+    name: str
+    tensors: str
+    writes: bool
+    default: Any
+
+
+class Op:
+    """What is fixed for an overload, read once from its schema."""
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        schema = func._schema
+        self.func = func
+        #: ``aten::add.Tensor``, as templates name it.
+        self.name: str = f"{schema.name}.{func._overloadname}"
+        #: ``aten::add``: in-place and ``out=`` variants keep their own name here.
+        self.base: str = schema.name
+        self.parameters = tuple(
+            Parameter(
+                a.name,
+                _tensor_kind(str(a.type)),
+                bool(a.alias_info and a.alias_info.is_write),
+                a.default_value if a.has_default_value() else None,
+            )
+            for a in schema.arguments
+        )
+        self.position = {p.name: i for i, p in enumerate(self.parameters)}
+        self.tensor_parameters = tuple(p for p in self.parameters if p.tensors)
+        self.writes = tuple(p.name for p in self.parameters if p.writes)
+        self.returns = tuple(_tensor_kind(str(r.type)) for r in schema.returns)
+        aliases: dict[str, str] = {}
+        for a in schema.arguments:
+            if a.alias_info and a.alias_info.is_write:
+                aliases.update(dict.fromkeys(a.alias_info.before_set, a.name))
+        #: For each return, the parameter that it is (in-place and ``out=``), or None.
+        self.returned_parameter = tuple(
+            next((aliases[s] for s in r.alias_info.before_set if s in aliases), None)
+            if r.alias_info and r.alias_info.is_write
+            else None
+            for r in schema.returns
+        )
+        tags = func.tags
+        self.is_random = torch.Tag.nondeterministic_seeded in tags
+        self.is_inplace_view = torch.Tag.inplace_view in tags
+        self.is_dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+        self.has_generator = "generator" in self.position
+        self.is_inplace = bool(self.writes) and self.writes[0] == self.parameters[0].name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _tensor_kind(type_name: str) -> str:
+    if type_name in ("Tensor", "Optional[Tensor]"):
+        return "one"
+    if type_name in ("List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]"):
+        return "list"
+    return ""
+
+
+@cache
+def op_of(func: torch._ops.OpOverload) -> Op:
+    """The facts of an overload, read once."""
+    return Op(func)
+
+
+class Call:
+    """An overload with its arguments. Tensors are specs, numbered in order of appearance.
+
+    Raises:
+        MeshError: the tensors live on different meshes.
+    """
+
+    def __init__(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        inputs: list[Spec] = []
+        for value in (*args, *kwargs.values()):
+            _collect(value, inputs)
+        self.inputs: tuple[Spec, ...] = tuple(inputs)
+        self.mesh: DeviceMesh | None = inputs[0].layout.mesh if inputs else None
+        for spec in inputs:
+            if spec.layout.mesh is not self.mesh and spec.layout.mesh != self.mesh:
+                raise MeshError(_different_meshes(self))
+
+    def get(self, name: str) -> Any:
+        """The argument with this name of the schema, or its default."""
+        position = self.op.position[name]
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, self.op.parameters[position].default)
+
+    def has(self, name: str) -> bool:
+        """Whether the overload has a parameter with this name."""
+        return name in self.op.position
+
+    def spec(self, name: str) -> Spec:
+        """The tensor argument with this name."""
+        value = self.get(name)
+        assert isinstance(value, Spec), f"{self.op}: {name} is {value!r}"
+        return value
+
+    @cached_property
+    def operands(self) -> dict[str, Operand]:
+        """For each tensor parameter, the numbers of its inputs."""
+        numbers = iter(range(len(self.inputs)))
+        found: dict[str, Operand] = {p.name: None for p in self.op.tensor_parameters}
+        for position, value in enumerate(self.args):
+            _number(self.op.parameters[position].name, value, numbers, found)
+        for name, value in self.kwargs.items():
+            _number(name, value, numbers, found)
+        return found
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """The numbers of the inputs that the op writes to."""
+        result: list[int] = []
+        for name in self.op.writes:
+            operand = self.operands[name]
+            if isinstance(operand, int):
+                result.append(operand)
+            elif operand is not None:
+                result.extend(i for i in operand if i is not None)
+        return tuple(result)
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole of every input."""
+        return all(spec.layout.is_replicated for spec in self.inputs)
+
+
+def _collect(value: Any, into: list[Spec]) -> None:
+    if type(value) is Spec:
+        into.append(value)
+    elif type(value) in (list, tuple):
+        for item in value:
+            _collect(item, into)
+
+
+def _number(name: str, value: Any, numbers: Iterator[int], found: dict[str, Operand]) -> None:
+    if type(value) is Spec:
+        found[name] = next(numbers)
+    elif type(value) in (list, tuple) and any(type(item) is Spec for item in value):
+        found[name] = tuple(next(numbers) if type(item) is Spec else None for item in value)
+
+
+def _different_meshes(call: Call) -> str:
+    lines = "\n".join(f"  input {i}: {spec}, {spec.layout.mesh!r}" for i, spec in enumerate(call.inputs))
+    return (
+        f"{call.op} got tensors of different meshes:\n{lines}\n"
+        f"all inputs of an op live on one mesh; move one, e.g. "
+        f"y.redistribute(device_mesh=x.device_mesh, placements=x.placements)"
+    )
+
+
+class ArgumentEncoder:
+    """Turns the arguments of a call into those of a template, numbering tensors and seeds as it goes."""
+
+    def __init__(self) -> None:
+        self.num_tensors = 0
+        self.num_seeds = 0
+
+    def encode(self, value: Any) -> Arg:
+        """One argument.
+
+        Raises:
+            UnsupportedError: a value that cannot cross a process.
+        """
+        kind = type(value)
+        if kind is Spec:
+            self.num_tensors += 1
+            return Slot(self.num_tensors - 1)
+        if kind in _PLAIN:
+            return value  # type: ignore[no-any-return]  # one of the plain types of Arg
+        if kind is list or kind is tuple or kind is torch.Size:
+            return ListArg([self.encode(item) for item in value])
+        if kind is torch.Generator:
+            return self.seed()
+        return encode_constant(value)
+
+    def seed(self) -> SeedSlot:
+        """A generator with the next seed of the op record."""
+        self.num_seeds += 1
+        return SeedSlot(self.num_seeds - 1)
+
+
+_LOCAL_ARGS = (Slot, SeedSlot, ListArg, DTypeArg, LocalShape, LocalStart, DeviceArg, MemoryFormatArg)
+_PLAIN = frozenset((bool, int, float, str, type(None), *_LOCAL_ARGS))
+
+
+def encode_constant(value: Any) -> Arg:
+    """A constant that is not a plain number or string, as a template argument.
+
+    Raises:
+        UnsupportedError: a value that cannot cross a process.
+    """
+    if isinstance(value, torch.dtype):
+        return DTypeArg(str(value).removeprefix("torch."))
+    if isinstance(value, torch.memory_format):
+        return MemoryFormatArg(str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return DeviceArg()
+    if isinstance(value, torch.layout):
+        if value is not torch.strided:
+            raise UnsupportedError(f"DTorch tensors are strided, got layout={value}; leave layout= out")
+        return LayoutArg("strided")
+    if isinstance(value, complex):
+        return ComplexArg(value.real, value.imag)
+    if isinstance(value, int | float | str):  # subclasses, e.g. IntEnum and numpy.float64
+        return (
+            int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str(value)
+        )
+    raise UnsupportedError(
+        f"an argument of type {type(value).__name__} ({value!r}) cannot be sent to workers; "
+        f"an op takes tensors, numbers, strings, dtypes and lists of them"
+    )
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout) -> Arg:
+    """The argument that is ``shape`` on a worker: as it is, or the size of the worker's piece."""
+    if layout.is_replicated or not any(map(_is_shard, layout.placements)):
+        return ListArg(list(shape))
+    return LocalShape(list(shape), layout_record(layout))
+
+
+def _is_shard(placement: object) -> bool:
+    return hasattr(placement, "dim")

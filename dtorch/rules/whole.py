@@ -1,0 +1,181 @@
+"""Plans that are the same for every op: each device computes the whole, and how results are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+
+from dtorch import shapes
+from dtorch.plan import NewOutput, NoOutput, OpPlan, Output, SameTensor
+from dtorch.rules.call import ArgumentEncoder, Call, Op
+from dtorch.shapes import Metas, TensorMeta
+from dtorch.spec import intern_spec
+from dtorch_runtime.errors import UnsupportedError
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Replicate
+from dtorch_runtime.wire.records import Arg
+
+
+@lru_cache(maxsize=4096)
+def replicated(mesh: DeviceMesh) -> Layout:
+    """Replicate on every axis."""
+    return Layout(mesh, (Replicate(),) * mesh.ndim)
+
+
+def plan_whole(call: Call) -> OpPlan:
+    """Each device runs the op as it is on whole inputs, and holds whole results.
+
+    Raises:
+        UnsupportedError: the op draws random numbers that would differ between devices.
+    """
+    assert call.mesh is not None
+    layout = replicated(call.mesh)
+    if call.op.writes:
+        shapes.check_written(call)
+        metas: Metas = (None,) * len(call.op.returns) if _returns_written(call.op) else shapes.infer(call)
+    else:
+        metas = shapes.infer(call)
+    return plan_same_op(call, metas, [layout] * len(metas))
+
+
+def _returns_written(op: Op) -> bool:
+    return all(parameter is not None for parameter in op.returned_parameter)
+
+
+def plan_same_op(
+    call: Call,
+    metas: Metas,
+    layouts: Sequence[Layout | Sequence[Layout]],
+    *,
+    conversions: Sequence[tuple[int, Layout]] = (),
+    replace: dict[str, Any] | None = None,
+    op: str | None = None,
+) -> OpPlan:
+    """The op itself on local pieces, its arguments as given but for those in ``replace`` (by name).
+
+    ``layouts`` has one entry for each return, a sequence for a list of tensors.
+    """
+    encoder = ArgumentEncoder()
+    args, kwargs = encode_arguments(call, encoder, replace or {})
+    name = op or call.op.name
+    if call.op.is_random and op is None:
+        name = seed_generator(call.op, kwargs, encoder)
+    return OpPlan(
+        op=name,
+        args=args,
+        kwargs=kwargs,
+        layouts=input_layouts(call, conversions),
+        conversions=tuple(conversions),
+        outputs=pack_outputs(call, metas, layouts),
+        returns=packing(call.op),
+        mutates=call.written,
+        num_seeds=encoder.num_seeds,
+    )
+
+
+def encode_arguments(
+    call: Call, encoder: ArgumentEncoder, replace: dict[str, Any]
+) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
+    """The arguments of a call as template arguments; ``replace`` gives other values by parameter name."""
+    parameters = call.op.parameters
+    if replace:
+        args = tuple(
+            encoder.encode(replace.get(p.name, value))
+            for p, value in zip(parameters, call.args, strict=False)
+        )
+        names = {p.name for p in parameters[: len(call.args)]}
+        merged = {**call.kwargs, **{name: value for name, value in replace.items() if name not in names}}
+    else:
+        args = tuple(encoder.encode(value) for value in call.args)
+        merged = call.kwargs
+    kwargs = {
+        name: encoder.encode(value)
+        for name, value in merged.items()
+        if name not in ("generator", "pin_memory", "layout")
+    }
+    return args, kwargs
+
+
+#: Random only with arguments that `_draws` checks, and deterministic otherwise.
+_RARELY_RANDOM = frozenset({"aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math"})
+
+
+def seed_generator(op: Op, kwargs: dict[str, Arg], encoder: ArgumentEncoder) -> str:
+    """Give a random op a generator that is seeded equally on every device; returns the overload to run.
+
+    Raises:
+        UnsupportedError: the op takes no generator.
+    """
+    if op.base in _RARELY_RANDOM:
+        return op.name
+    if op.has_generator:
+        kwargs["generator"] = encoder.seed()
+        return op.name
+    packet = op.func._overloadpacket
+    suffix = "generator" if op.func._overloadname == "default" else f"{op.func._overloadname}_generator"
+    if hasattr(packet, suffix):
+        kwargs["generator"] = encoder.seed()
+        return f"{op.base}.{suffix}"
+    raise UnsupportedError(
+        f"{op.name} draws random numbers without a generator, so devices would disagree; "
+        f"draw them first (dtorch.rand, torch.bernoulli) and compute with them"
+    )
+
+
+def input_layouts(call: Call, conversions: Sequence[tuple[int, Layout]] = ()) -> tuple[Layout, ...]:
+    """The layouts of the inputs as the kernel sees them."""
+    layouts = [spec.layout for spec in call.inputs]
+    for index, layout in conversions:
+        layouts[index] = layout
+    return tuple(layouts)
+
+
+def packing(op: Op) -> Literal["one", "tuple", "list", "none"]:
+    """How the results of an op are packed.
+
+    Raises:
+        UnsupportedError: a result is not a tensor.
+    """
+    returns = op.returns
+    if not returns:
+        return "none"
+    if returns == ("list",):
+        return "list"
+    if "" in returns or "list" in returns:
+        raise UnsupportedError(
+            f"{op.name} returns something other than tensors; fetch its inputs with .cpu() and compute there"
+        )
+    return "one" if len(returns) == 1 else "tuple"
+
+
+def pack_outputs(
+    call: Call, metas: Metas, layouts: Sequence[Layout | Sequence[Layout]]
+) -> tuple[Output, ...]:
+    """An output for each tensor that the op returns."""
+    outputs: list[Output] = []
+    for parameter, meta, layout in zip(call.op.returned_parameter, metas, layouts, strict=True):
+        if parameter is not None:
+            index = call.operands[parameter]
+            assert isinstance(index, int), f"{call.op} returns a list that it wrote to"
+            outputs.append(SameTensor(index))
+        elif meta is None:
+            outputs.append(NoOutput())
+        elif isinstance(meta, TensorMeta):
+            assert isinstance(layout, Layout)
+            outputs.append(NewOutput(intern_spec(meta.shape, meta.dtype, layout, meta.stride)))
+        else:
+            each = [layout] * len(meta) if isinstance(layout, Layout) else layout
+            outputs.extend(
+                NewOutput(intern_spec(item.shape, item.dtype, where, item.stride))
+                for item, where in zip(meta, each, strict=True)
+            )
+    return tuple(outputs)
+
+
+def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a factory that was given none."""
+    return torch.get_default_dtype() if dtype is None else dtype
