@@ -1,7 +1,7 @@
 """The transport without sockets: between the parts of one process, and in tests.
 
 A ``MemoryHub`` stands for the network. Each connection has two lanes, ``uplink`` to the server and ``downlink`` to
-the client. A lane delivers in order, one message a turn of the event loop; a test may ``hold`` and ``release`` it, so
+the client. A lane delivers in order, a portion a turn of the event loop; a test may ``hold`` and ``release`` it, so
 that it decides what happens before what, and may script faults on it by the number of the message::
 
     client.downlink.hold()
@@ -15,12 +15,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from dtorch_runtime.errors import ClusterTimeout, TransportError
 from dtorch_runtime.transport.base import (
-    LARGE_FRAME_BYTES,
     Frames,
     LinkLimits,
     Message,
@@ -28,168 +26,23 @@ from dtorch_runtime.transport.base import (
     OnPeerMessage,
     checked_frames,
 )
+from dtorch_runtime.transport.lane import Lane, large_bytes
 
-
-class Lane:
-    """One direction of one connection. Used from its event loop only.
-
-    Messages are numbered from 0 in the order in which they are sent, dropped ones included.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, max_queued_messages: int) -> None:
-        self._loop = loop
-        self._name = name
-        self._max_queued_messages = max_queued_messages
-        self._queue: deque[Message] = deque()
-        self._sink: OnMessage | None = None
-        self._is_held = False
-        self._num_sent = 0
-        #: Keyed by the number of the message: what to do with it, and by how many messages to delay it.
-        self._faults: dict[int, tuple[str, int]] = {}
-        #: Delayed messages, each with the number of the message that it goes behind.
-        self._delayed: list[tuple[int, Message]] = []
-        self._delivered = asyncio.Event()
-        self.unsent_bytes = 0
-
-    @property
-    def num_queued(self) -> int:
-        """Messages sent and not delivered, delayed ones left out."""
-        return len(self._queue)
-
-    def hold(self) -> None:
-        """Deliver nothing until ``release``."""
-        self._is_held = True
-
-    def release(self) -> None:
-        """Deliver what was held back, in order, and go on."""
-        self._is_held = False
-        self._schedule_all()
-
-    def step(self) -> None:
-        """Deliver one message of a held lane, now.
-
-        Raises:
-            TransportError: there is none, or nobody receives.
-        """
-        if not self._queue or self._sink is None:
-            raise TransportError(f"{self._name}: there is no message to deliver, or nobody receives")
-        self._deliver()
-
-    def drop(self, number: int) -> None:
-        """Lose message ``number``."""
-        self._script(number, "drop", 0)
-
-    def duplicate(self, number: int) -> None:
-        """Deliver message ``number`` twice."""
-        self._script(number, "duplicate", 0)
-
-    def delay(self, number: int, *, behind: int) -> None:
-        """Deliver message ``number`` after message ``behind``, which is sent later."""
-        if behind <= number:
-            raise TransportError(
-                f"{self._name}: message {number} cannot be delayed behind {behind}, an earlier one"
-            )
-        self._script(number, "delay", behind)
-
-    def unfired_faults(self) -> list[str]:
-        """Scripted faults whose message was never sent, and delays that never ended."""
-        waiting = [f"{kind} message {number}" for number, (kind, _) in sorted(self._faults.items())]
-        delayed = [f"deliver a message behind message {behind}" for behind, _ in self._delayed]
-        return [f"{self._name}: {what}" for what in waiting + delayed]
-
-    def put(self, message: Message) -> None:
-        """Send a message: what ``checked_frames`` returned.
-
-        Raises:
-            TransportError: too many messages wait.
-        """
-        if len(self._queue) >= self._max_queued_messages:
-            raise TransportError(
-                f"cannot send on {self._name}: its queue is full, because the other side does not read"
-            )
-        number = self._num_sent
-        self._num_sent += 1
-        kind, behind = self._faults.pop(number, ("", 0))
-        if kind == "delay":
-            self._delayed.append((behind, message))
-        elif kind != "drop":
-            self._enqueue(message)
-            if kind == "duplicate":
-                self._enqueue(message)
-        for entry in [entry for entry in self._delayed if entry[0] <= number]:
-            self._delayed.remove(entry)
-            self._enqueue(entry[1])
-
-    def deliver_to(self, sink: OnMessage | None) -> None:
-        """Set who receives. With None, messages wait."""
-        self._sink = sink
-        self._schedule_all()
-
-    def clear(self) -> None:
-        """Forget every message on its way. Delayed ones stay, so that ``unfired_faults`` tells of them."""
-        self._queue.clear()
-        self.unsent_bytes = 0
-        self._delivered.set()
-
-    async def drain(self, max_unsent_bytes: int, timeout_s: float) -> None:
-        """As ``ServerLink.drain``, for this lane."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.unsent_bytes > max_unsent_bytes:
-                    self._delivered.clear()
-                    await self._delivered.wait()
-        except TimeoutError:
-            hint = f"{self.unsent_bytes} bytes are still unsent"
-            raise ClusterTimeout(f"{self._name} to be read", timeout_s, hint) from None
-
-    def _script(self, number: int, kind: str, behind: int) -> None:
-        if number < self._num_sent or number in self._faults:
-            raise TransportError(f"{self._name}: message {number} was sent already, or has a fault already")
-        self._faults[number] = (kind, behind)
-
-    def _enqueue(self, message: Message) -> None:
-        self._queue.append(message)
-        self.unsent_bytes += _large_bytes(message)
-        self._schedule_one()
-
-    def _schedule_one(self) -> None:
-        if not self._is_held and self._sink is not None and not self._loop.is_closed():
-            self._loop.call_soon(self._deliver_unless_held)
-
-    def _schedule_all(self) -> None:
-        for _ in range(len(self._queue)):
-            self._schedule_one()
-
-    def _deliver_unless_held(self) -> None:
-        if not self._is_held:
-            self._deliver()
-
-    def _deliver(self) -> None:
-        if self._queue and self._sink is not None:
-            message = self._queue.popleft()
-            self.unsent_bytes -= _large_bytes(message)
-            self._delivered.set()
-            # A duplicated message is delivered twice, and receivers may take the list apart.
-            self._sink(list(message))
-
-
-def _large_bytes(message: Message) -> int:
-    return sum(len(frame) for frame in message if len(frame) >= LARGE_FRAME_BYTES)
+_DEFAULT_ADDRESS = "memory://server"
 
 
 class MemoryHub:
     """The network of one event loop: servers by address, and the connections to them."""
 
-    def __init__(self, limits: LinkLimits | None = None) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._limits = limits or LinkLimits()
         self._servers: dict[str, MemoryServerLink] = {}
         #: The open ones, and closed ones that have faults to account for.
         self._connections: list[_Connection] = []
         self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
 
-    def serve(self, address: str = "memory://server") -> MemoryServerLink:
+    def serve(self, address: str = _DEFAULT_ADDRESS, *, limits: LinkLimits | None = None) -> MemoryServerLink:
         """A server link bound to ``address``, any text.
 
         Raises:
@@ -197,24 +50,28 @@ class MemoryHub:
         """
         if address in self._servers:
             raise TransportError(f"cannot bind {address}: a server link of this hub has it already")
-        server = MemoryServerLink(self, address)
+        server = MemoryServerLink(self, address, limits or LinkLimits())
         self._servers[address] = server
         self._changed.set()
         return server
 
-    async def connect(self, address: str = "memory://server", *, timeout_s: float) -> MemoryClientLink:
+    async def connect(
+        self, address: str = _DEFAULT_ADDRESS, *, limits: LinkLimits | None = None, timeout_s: float
+    ) -> MemoryClientLink:
         """A client link to the server at ``address``.
 
         Raises:
             ClusterTimeout: nobody served the address within ``timeout_s``.
         """
         await self._wait_for_server(address, timeout_s)
-        return MemoryClientLink(self.new_connection(address))
+        return MemoryClientLink(self._new_connection(address, limits or LinkLimits()))
 
-    async def connect_thread(self, address: str = "memory://server", *, timeout_s: float) -> MemoryThreadLink:
+    async def connect_thread(
+        self, address: str = _DEFAULT_ADDRESS, *, limits: LinkLimits | None = None, timeout_s: float
+    ) -> MemoryThreadLink:
         """As ``connect``, for a client that runs in other threads."""
         await self._wait_for_server(address, timeout_s)
-        return MemoryThreadLink(self.new_connection(address))
+        return MemoryThreadLink(self._new_connection(address, limits or LinkLimits()))
 
     def check_faults_fired(self) -> None:
         """Check that every scripted fault happened: a test whose fault did not fire has shown nothing.
@@ -226,8 +83,8 @@ class MemoryHub:
         if unfired:
             raise AssertionError("scripted faults that did not fire: " + "; ".join(unfired))
 
-    def new_connection(self, address: str) -> _Connection:
-        connection = _Connection(self._loop, address, next(self._numbers), self._limits)
+    def _new_connection(self, address: str, limits: LinkLimits) -> _Connection:
+        connection = _Connection(self._loop, address, next(self._numbers), limits)
         self._connections = [old for old in self._connections if not old.is_closed or old.unfired_faults()]
         self._connections.append(connection)
         self.attach(connection)
@@ -236,12 +93,12 @@ class MemoryHub:
     def attach(self, connection: _Connection) -> None:
         """Let the connection's messages reach its server, if there is one, under a new peer name."""
         server = self._servers.get(connection.address)
-        if server is not None and not connection.is_closed:
+        if server is not None:
             server.accept(connection, b"peer-%d" % next(self._numbers))
 
     def server_started(self, address: str) -> None:
         for connection in self._connections:
-            if connection.address == address and connection.peer is None:
+            if connection.address == address and connection.peer is None and not connection.is_closed:
                 self.attach(connection)
 
     def server_closed(self, address: str) -> None:
@@ -268,8 +125,8 @@ class _Connection:
         self.loop = loop
         self.address = address
         self.limits = limits
-        self.uplink = Lane(loop, f"uplink {number} of {address}", limits.max_queued_messages)
-        self.downlink = Lane(loop, f"downlink {number} of {address}", limits.max_queued_messages)
+        self.uplink = Lane(loop, f"uplink {number} of {address}", limits)
+        self.downlink = Lane(loop, f"downlink {number} of {address}", limits)
         self.is_closed = False
         self.peer: bytes | None = None
         self.on_closed: Callable[[], None] = lambda: None
@@ -290,10 +147,13 @@ class _Connection:
 class MemoryServerLink:
     """Implements ``base.ServerLink``; made by ``MemoryHub.serve``."""
 
-    def __init__(self, hub: MemoryHub, address: str) -> None:
+    def __init__(self, hub: MemoryHub, address: str, limits: LinkLimits) -> None:
         self._hub = hub
+        self._limits = limits
         self._address = address
+        #: Those that can be sent to, and those that are received from: also clients that closed, until they are read.
         self._peers: dict[bytes, _Connection] = {}
+        self._sources: dict[bytes, _Connection] = {}
         self._on_message: OnPeerMessage | None = None
         self._is_closed = False
 
@@ -307,15 +167,23 @@ class MemoryServerLink:
 
     def start(self, on_message: OnPeerMessage) -> None:
         self._on_message = on_message
-        for peer, connection in self._peers.items():
+        for peer, connection in self._sources.items():
             self._listen(connection, peer)
         self._hub.server_started(self._address)
 
     def accept(self, connection: _Connection, peer: bytes) -> None:
         """Called by the hub for a new connection."""
         connection.peer = peer
+        connection.downlink.max_queued_messages = self._limits.max_queued_messages
+        connection.uplink.max_messages_per_turn = self._limits.max_messages_per_turn
         connection.on_closed = lambda: self._forget(peer)
         self._peers[peer] = connection
+        self._sources = {
+            name: source
+            for name, source in self._sources.items()
+            if not source.is_closed or source.uplink.num_queued
+        }
+        self._sources[peer] = connection
         self._listen(connection, peer)
 
     def send(self, peer: bytes, frames: Frames) -> bool:
@@ -339,13 +207,14 @@ class MemoryServerLink:
             return
         self._is_closed = True
         self._hub.server_closed(self._address)
-        for connection in self._peers.values():
+        for connection in self._sources.values():
             connection.peer = None
             connection.uplink.deliver_to(None)
             connection.uplink.clear()
             if flush_s == 0:
                 connection.downlink.clear()
         self._peers.clear()
+        self._sources.clear()
 
     def _listen(self, connection: _Connection, peer: bytes) -> None:
         on_message = self._on_message
@@ -401,7 +270,9 @@ class MemoryThreadLink:
         self._messages: list[Message] = []
         self._is_woken = False
         self._is_closed = False
+        self._scheduled_bytes = 0
         self.downlink.deliver_to(self._on_message)
+        self.uplink.on_fall = self._notify
 
     @property
     def endpoint(self) -> str:
@@ -409,17 +280,25 @@ class MemoryThreadLink:
 
     @property
     def unsent_bytes(self) -> int:
-        return self.uplink.unsent_bytes
+        return self._scheduled_bytes + self.uplink.unsent_bytes
 
     def send(self, frames: Frames, timeout_s: float = 60.0) -> None:
         message = checked_frames(frames)
         with self._arrived:
             self._check_open("send to")
+            max_bytes = self._connection.limits.max_unsent_bytes
+            if not self._arrived.wait_for(
+                lambda: self.unsent_bytes <= max_bytes or self._is_closed, timeout_s
+            ):
+                what = f"{self.endpoint} to read large frames"
+                raise ClusterTimeout(what, timeout_s, f"{self.unsent_bytes} bytes are still unsent")
+            self._check_open("send to")
             if self.uplink.num_queued >= self._connection.limits.max_queued_messages:
                 raise TransportError(
                     f"cannot send to {self.endpoint}: its queue is full, because nobody reads it"
                 )
-            self._connection.loop.call_soon_threadsafe(self.uplink.put, message)
+            self._scheduled_bytes += large_bytes(message)
+            self._connection.loop.call_soon_threadsafe(self._put, message)
 
     def receive(self, timeout_s: float) -> list[Message]:
         with self._arrived:
@@ -443,6 +322,16 @@ class MemoryThreadLink:
             self._arrived.notify_all()
         if not self._connection.loop.is_closed():
             self._connection.loop.call_soon_threadsafe(self._connection.close, flush_s)
+
+    def _put(self, message: Message) -> None:
+        with self._arrived:
+            self._scheduled_bytes -= large_bytes(message)
+        self.uplink.put(message)
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._arrived:
+            self._arrived.notify_all()
 
     def _on_message(self, message: Message) -> None:
         with self._arrived:

@@ -197,7 +197,7 @@ class UnsentLedger:
         #: By id of the reference (a reference hashes as its view does, and views of writable memory do not).
         self._loans: dict[int, tuple[weakref.ref[memoryview], int]] = {}
         self._num_bytes = 0
-        self._on_change: Callable[[], None] | None = None
+        self._listeners: list[Callable[[], None]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -216,9 +216,9 @@ class UnsentLedger:
         with self._changed:
             self._num_bytes -= self._loans.pop(id(reference))[1]
             self._changed.notify_all()
-            on_change = self._on_change
-        if on_change is not None:
-            on_change()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
 
     def wait_below(self, max_bytes: int, timeout_s: float, what: str) -> None:
         """Block the calling thread until at most ``max_bytes`` are in flight.
@@ -231,7 +231,7 @@ class UnsentLedger:
                 raise ClusterTimeout(what, timeout_s, f"{self._num_bytes} bytes are still unsent")
 
     async def drain(self, max_bytes: int, timeout_s: float, what: str) -> None:
-        """As ``wait_below``, from an event loop that goes on running. One waiter at a time.
+        """As ``wait_below``, from an event loop that goes on running.
 
         Raises:
             ClusterTimeout: naming ``what``.
@@ -245,7 +245,8 @@ class UnsentLedger:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(changed.set)
 
-        self._on_change = notify
+        with self._changed:
+            self._listeners.append(notify)
         try:
             async with asyncio.timeout(timeout_s):
                 while self._num_bytes > max_bytes:
@@ -254,7 +255,8 @@ class UnsentLedger:
         except TimeoutError:
             raise ClusterTimeout(what, timeout_s, f"{self._num_bytes} bytes are still unsent") from None
         finally:
-            self._on_change = None
+            with self._changed:
+                self._listeners.remove(notify)
 
 
 def send_message(socket: Socket, prefix: bytes | None, frames: Frames, ledger: UnsentLedger) -> None:
