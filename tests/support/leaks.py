@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import zmq
+from zmq.utils import garbage
 
 from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.testing.wait import wait_until
@@ -24,7 +25,7 @@ RUN_MARKER = "DTORCH_TEST_RUN"
 _SHARED_MEMORY = Path("/dev/shm")
 
 #: Threads and processes that libraries start once and keep until the interpreter ends.
-_LIBRARY_THREADS = ("TMonitor", "asyncio-waitpid")
+_LIBRARY_THREADS = ("TMonitor", "asyncio-waitpid", "GarbageCollectorThread")
 _LIBRARY_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -90,7 +91,9 @@ class LeakWatch:
         return Resources(
             threads=frozenset(t for t in threading.enumerate() if not _is_library_thread(t)),
             processes=frozenset(p for p in _children() if not _is_library_process(p)),
-            zmq_sockets=frozenset(s for s in list(self._zmq_sockets) if not s.closed),
+            zmq_sockets=frozenset(
+                s for s in list(self._zmq_sockets) if not (s.closed or _is_library_socket(s))
+            ),
             sockets=_open_sockets(),
             files=_files(),
         )
@@ -194,6 +197,11 @@ def _is_library_thread(thread: threading.Thread) -> bool:
     # A _DummyThread stands for a thread that Python did not start, such as those of torch's autograd engine.
     is_foreign = isinstance(thread, threading._DummyThread)
     return is_foreign or thread.name.startswith(_LIBRARY_THREADS) or type(thread).__name__ in _LIBRARY_THREADS
+
+
+def _is_library_socket(socket: zmq.Socket[Any]) -> bool:
+    # pyzmq keeps one thread and two sockets, once a frame was sent without copying it, to be told of its release.
+    return socket.context is garbage.gc.context
 
 
 def _is_library_process(process: psutil.Process) -> bool:
