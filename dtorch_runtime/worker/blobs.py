@@ -1,0 +1,109 @@
+"""What a device holds under a value id: a torch tensor, or ``Poison`` where the value could not be made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from dtorch_runtime.wire.records import FailureRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Poison:
+    """Stands in place of a value that does not exist. Whatever is made of it is the same poison.
+
+    It is no tensor, so that a kernel that gets one raises by itself; only then does the worker look for it.
+    """
+
+    failure: FailureRecord
+
+
+Blob: TypeAlias = torch.Tensor | Poison
+Blobs: TypeAlias = dict[int, Blob]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``torch.<name>``.
+
+    Raises:
+        ValueError: that is no dtype.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype named {name!r}")
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The inverse of ``dtype_of``: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def poison_with_aliases(blobs: Blobs, value_ids: Iterable[int], poison: Poison) -> None:
+    """Poison values that a failed op was to write to, and every other value that shares their memory."""
+    storages = set()
+    for value_id in value_ids:
+        blob = blobs.get(value_id)
+        if isinstance(blob, torch.Tensor):
+            storages.add(_storage_of(blob))
+        blobs[value_id] = poison
+    for value_id, blob in list(blobs.items()):
+        if isinstance(blob, torch.Tensor) and _storage_of(blob) in storages:
+            blobs[value_id] = poison
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A copy of a tensor's elements in row-major order, as bytes in host memory that nobody else knows of."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+    copy.copy_(plain)
+    return memory_of(copy)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory itself, not a copy; writable."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class UploadBuffer:
+    """Host memory for the local piece of one value, filled by chunks that come in order.
+
+    Raises:
+        ValueError: the shape, dtype and total size do not fit.
+    """
+
+    def __init__(self, dtype: str, shape: Sequence[int], total_bytes: int) -> None:
+        self.tensor = torch.empty(tuple(shape), dtype=dtype_of(dtype))
+        self._memory = self.tensor.reshape(-1).view(torch.uint8)
+        self._num_filled = 0
+        if self._memory.numel() != total_bytes:
+            raise ValueError(
+                f"an upload of {dtype}{list(shape)} has {self._memory.numel()} bytes, {total_bytes} were announced"
+            )
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_filled == self._memory.numel()
+
+    def fill(self, offset_bytes: int, data: memoryview) -> None:
+        """Copy one chunk in.
+
+        Raises:
+            ValueError: it does not follow the one before, or it is longer than what is missing.
+        """
+        stop = offset_bytes + data.nbytes
+        if offset_bytes != self._num_filled or stop > self._memory.numel():
+            raise ValueError(
+                f"a chunk of bytes {offset_bytes} to {stop} cannot follow {self._num_filled} of {self._memory.numel()}"
+            )
+        if data.nbytes:
+            memory_of(self._memory)[offset_bytes:stop] = data.cast("B")
+        self._num_filled = stop

@@ -1,0 +1,1 @@
+"""How devices exchange pieces of tensors: among threads of one agent, and between agents."""

@@ -1,0 +1,113 @@
+"""Words and protocols of exchanges.
+
+A *parcel* is a box of the local piece of one source device, or the poison that stands in its place. A *group* is
+what the devices of one agent do together in one step of a transfer: its *contributors* give parcels, others come
+from the network, and its *receivers* each build a new local piece from them. Devices of an agent that need nothing
+of one another are in different groups and do not wait for one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+from dtorch_runtime.worker.assembly import Index, Recipe
+from dtorch_runtime.worker.blobs import Blob
+
+#: (source device, which of its parcels for this agent).
+ParcelName: TypeAlias = tuple[int, int]
+
+
+class StepKey(NamedTuple):
+    """One step of one transfer: the same on every device, because all of them run the same stream."""
+
+    session: int
+    #: The output of the transfer.
+    value_id: int
+    step: int
+
+
+class GroupKey(NamedTuple):
+    """One group of one step, in one agent."""
+
+    session: int
+    value_id: int
+    step: int
+    group: int
+
+
+class ParcelKey(NamedTuple):
+    """One parcel on its way from a device to an agent."""
+
+    session: int
+    value_id: int
+    step: int
+    device: int
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Who takes part in one agent, planned once for each transfer.
+
+    A contributor that receives nothing does not wait: it gives a copy of ``snapshots[device]`` of its piece, and
+    goes on. One that receives gives its memory itself, and stays until nobody reads from it.
+    """
+
+    index: int
+    receivers: Mapping[int, Recipe]
+    contributors: frozenset[int]
+    snapshots: Mapping[int, Index]
+    #: Parcels that come from other agents.
+    remote: tuple[ParcelName, ...]
+    #: Each receiver builds for itself, in parallel; otherwise the last contributor builds for all.
+    is_parallel: bool
+    #: Contributors that receive, and whose memory another receiver of the group reads.
+    read_by_others: frozenset[int]
+
+
+class Exchange(Protocol):
+    """Among the devices of one agent, with what the network brings."""
+
+    def take_part(self, key: StepKey, group: Group, device: int, value: Blob | None, what: str) -> Blob | None:
+        """Called once by each contributor and receiver. Returns the receiver's new piece, else None.
+
+        Args:
+            value: the device's local piece; None where it has none.
+            what: names the transfer in the error of a wait that passes its deadline.
+
+        Raises:
+            SessionEnded: the session ended meanwhile.
+            ClusterTimeout: naming who did not come.
+            Exception: what building the piece raised.
+        """
+
+    def deposit(self, key: ParcelKey, value: Blob) -> None:
+        """A parcel has come from another agent. Called from the network's thread; does not block."""
+
+    def lose(self, node: str, devices: Sequence[int], reason: str) -> None:
+        """Parcels of these devices will not come any more: poison stands in their place."""
+
+    def abort(self, session: int) -> None:
+        """Wakes whoever waits for this session with SessionEnded, and forgets its parcels."""
+
+
+class Network(Protocol):
+    """From this agent to others."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where other agents connect to."""
+
+    def connect(self, node: str, endpoint: str, host: str) -> None:
+        """Another agent can be sent to from now on."""
+
+    def disconnect(self, node: str) -> None:
+        """Another agent is gone; what is sent to it is dropped."""
+
+    def send(self, node: str, key: ParcelKey, value: Blob) -> None:
+        """Hand over a parcel; the caller may write to ``value`` as soon as this returns."""
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is queued for at most ``timeout_s``, and end. Raises ClusterTimeout."""

@@ -1,0 +1,357 @@
+"""``WorkerExecutor``: the port of ``node.executor`` carried out with torch, one thread a device."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from dtorch_runtime.errors import ClusterTimeout, InternalError
+from dtorch_runtime.ir.records import mesh_from_record
+from dtorch_runtime.node.executor import (
+    Completed,
+    OpRaised,
+    ReportEvent,
+    ValueMissing,
+    ValueReady,
+)
+from dtorch_runtime.settings import Settings
+from dtorch_runtime.transport.security import CurveKeys
+from dtorch_runtime.wire.messages import Upload
+from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
+from dtorch_runtime.worker.blobs import Poison, UploadBuffer, bytes_of, name_of
+from dtorch_runtime.worker.collectives.base import Network
+from dtorch_runtime.worker.collectives.threads import ThreadExchange
+from dtorch_runtime.worker.failures import InternalFailure
+from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
+from dtorch_runtime.worker.session import DeviceSession, Session
+from dtorch_runtime.worker.streams.base import Stream
+from dtorch_runtime.worker.streams.cpu import CpuStream
+from dtorch_runtime.worker.thread import ThreadShare, Worker
+
+
+class _Ticket:
+    """Calls back when the last of several workers is done with a message."""
+
+    def __init__(self, num_workers: int, when_done: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._num_left = num_workers
+        self._when_done = when_done
+
+    def done(self) -> None:
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self._when_done()
+
+
+class _SharedUpload:
+    """One uploaded tensor for several devices: each gets memory of its own, the last one the original.
+
+    The original is given away last, because its new owner may write to it at once.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_devices: int) -> None:
+        self._lock = threading.Lock()
+        self._tensor: torch.Tensor | None = tensor
+        self._num_left = num_devices
+
+    def take(self) -> torch.Tensor:
+        with self._lock:
+            assert self._tensor is not None
+            tensor = self._tensor
+            self._num_left -= 1
+            if self._num_left:
+                return tensor.clone()
+            self._tensor = None
+            return tensor
+
+
+class _OpenSession:
+    """A session in the agent's loop: its devices here, and uploads that are under way."""
+
+    def __init__(self, number: int) -> None:
+        self.shared = Session(number)
+        #: Every device that may take part in an op. It only grows, so that seqs complete in order.
+        self.devices: dict[int, tuple[Worker, DeviceSession]] = {}
+        self.uploads: dict[int, UploadBuffer] = {}
+
+
+class WorkerExecutor:
+    """Implements ``dtorch_runtime.node.executor.Executor``.
+
+    Args:
+        node_name: the agent's name.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        report: takes ``ExecutorEvent``s; called from worker threads.
+        host: the name of this machine as ``NodeRecord.host`` has it.
+        data_endpoint: where to bind the data plane to other agents; empty for an agent that is alone.
+        keys: for a data plane that strangers can reach.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        node_name: str,
+        device_type: str,
+        report: ReportEvent,
+        *,
+        host: str | None = None,
+        data_endpoint: str = "",
+        keys: CurveKeys | None = None,
+    ) -> None:
+        self._settings = settings
+        self._node = node_name
+        self._device_type = device_type
+        self._report = report
+        self._host = host or socket.gethostname()
+        self._exchange = ThreadExchange(settings.collective_timeout_s)
+        self._network: Network | None = None
+        self._local: dict[int, torch.device] = {}
+        self._node_of: dict[int, str] = {}
+        self._neighbours: set[str] = set()
+        self._share = ThreadShare(settings.num_threads, _num_cores())
+        self._redistributor = Redistributor(
+            TransferPlanner(node_name, self._local, self._node_of), self._exchange, self._network
+        )
+        self._workers: dict[int, Worker] = {}
+        self._sessions: dict[int, _OpenSession] = {}
+        self._failures_lock = threading.Lock()
+        self._reported: dict[int, set[str]] = {}
+
+    @property
+    def data_endpoint(self) -> str:
+        """Where other agents reach this one's data plane; empty when it has none."""
+        return "" if self._network is None else self._network.endpoint
+
+    def start(self, devices: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
+        for index, device in enumerate(devices):
+            self._local[device] = _torch_device(self._device_type, index)
+            self._node_of[device] = self._node
+        for node in nodes:
+            self.node_joined(node)
+
+    def node_joined(self, node: NodeRecord) -> None:
+        if node.name == self._node:
+            return
+        self._node_of.update(dict.fromkeys(node.devices, node.name))
+        if node.host == self._host:
+            self._neighbours.add(node.name)
+            self._share_cores()
+        if self._network is not None and node.data_endpoint:
+            self._network.connect(node.name, node.data_endpoint, node.host)
+
+    def node_lost(self, name: str, devices: Sequence[int], reason: str) -> None:
+        if name in self._neighbours:
+            self._neighbours.remove(name)
+            self._share_cores()
+        if self._network is not None:
+            self._network.disconnect(name)
+        self._exchange.lose(name, devices, reason)
+
+    def _share_cores(self) -> None:
+        self._share.set_cores(max(1, _num_cores() // (1 + len(self._neighbours))))
+
+    def open_session(self, session: int) -> None:
+        self._sessions[session] = _OpenSession(session)
+
+    def end_session(self, session: int) -> None:
+        entry = self._sessions.pop(session, None)
+        if entry is None:
+            return
+        entry.shared.is_ended = True
+        for _, values in entry.devices.values():
+            values.end()
+        self._exchange.abort(session)
+        for worker, values in entry.devices.values():
+            worker.submit(values.blobs.clear)
+        with self._failures_lock:
+            self._reported.pop(session, None)
+
+    def define_mesh(self, session: int, record: MeshRecord) -> None:
+        entry = self._open(session)
+        mesh = mesh_from_record(record)
+        entry.shared.meshes[record.mesh_id] = mesh
+        for device in mesh.devices:
+            if device in self._local:
+                self._add_device(entry, device)
+
+    def define_templates(self, session: int, records: Sequence[TemplateRecord]) -> None:
+        self._open(session).shared.templates.update((record.template_id, record) for record in records)
+
+    def run(self, session: int, seq: int, words: list[int]) -> None:
+        entry = self._open(session)
+        ticket = self._ticket(entry, seq)
+        for worker, values in entry.devices.values():
+            worker.submit(partial(_run_batch, values, seq, words, ticket))
+
+    def upload(self, message: Upload, data: Any) -> None:
+        entry = self._open(message.session)
+        devices = [device for device in message.devices if device in self._local]
+        for device in devices:
+            self._add_device(entry, device)
+        try:
+            tensor = self._collect(entry, message, memoryview(data)) if devices else None
+        except ValueError as error:
+            entry.uploads.pop(message.value_id, None)
+            self._refuse_upload(entry, message, devices, error)
+            tensor = None
+        if tensor is not None:
+            shared = _SharedUpload(tensor, len(devices))
+            for device in devices:
+                worker, values = entry.devices[device]
+                worker.submit(partial(_place, values, message.value_id, shared, self._local[device]))
+        ticket = self._ticket(entry, message.seq)
+        for worker, _ in entry.devices.values():
+            worker.submit(ticket.done)
+
+    def _collect(self, entry: _OpenSession, message: Upload, data: memoryview) -> torch.Tensor | None:
+        """Take a chunk in; the tensor once it is whole."""
+        buffer = entry.uploads.get(message.value_id)
+        if buffer is None:
+            buffer = UploadBuffer(message.dtype, message.shape, message.total_bytes)
+            entry.uploads[message.value_id] = buffer
+        buffer.fill(message.offset_bytes, data)
+        if not buffer.is_full:
+            return None
+        del entry.uploads[message.value_id]
+        return buffer.tensor
+
+    def _refuse_upload(
+        self, entry: _OpenSession, message: Upload, devices: Sequence[int], error: ValueError
+    ) -> None:
+        for device in devices:
+            worker, values = entry.devices[device]
+            failure = values.fail("upload", InternalFailure(str(error)), message.value_id)
+            self._report_failure(message.session, failure)
+            worker.submit(partial(values.blobs.__setitem__, message.value_id, Poison(failure)))
+
+    def fetch(self, session: int, request_id: int, value_id: int, device: int) -> None:
+        entry = self._open(session)
+        if device not in self._local:
+            error = InternalFailure(f"device {device} is not of node {self._node}")
+            site_of = DeviceSession(
+                entry.shared, device, torch.device("cpu"), self._node, self._redistributor, self._report_failure
+            )
+            self._report_missing(session, request_id, device, site_of.fail("fetch", error, value_id))
+            return
+        self._add_device(entry, device)
+        worker, values = entry.devices[device]
+        worker.submit(partial(self._fetch, values, request_id, value_id, device))
+
+    def _fetch(self, values: DeviceSession, request_id: int, value_id: int, device: int) -> None:
+        session = values.session
+        if session.is_ended:
+            return
+        blob = values.blobs.get(value_id)
+        if isinstance(blob, Poison):
+            self._report_missing(session.number, request_id, device, blob.failure)
+            return
+        try:
+            if not isinstance(blob, torch.Tensor):
+                raise InternalFailure(f"device {device} does not hold value {value_id}")
+            data = bytes_of(blob)
+        except Exception as error:  # noqa: BLE001  the one who fetches gets it
+            self._report_missing(
+                session.number, request_id, device, values.fail("fetch", error, value_id)
+            )
+            return
+        self._report(
+            ValueReady(
+                session=session.number,
+                request_id=request_id,
+                device=device,
+                dtype=name_of(blob.dtype),
+                shape=tuple(blob.shape),
+                data=data,
+            )
+        )
+
+    def close(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        for session in list(self._sessions):
+            self.end_session(session)
+        for worker in self._workers.values():
+            worker.stop()
+        try:
+            for worker in self._workers.values():
+                if not worker.join(max(0.0, deadline_s - time.monotonic())):
+                    raise ClusterTimeout(f"worker {worker.name} to stop", timeout_s, "It is inside a kernel")
+        finally:
+            if self._network is not None:
+                self._network.close(max(0.1, deadline_s - time.monotonic()))
+
+    def _open(self, session: int) -> _OpenSession:
+        entry = self._sessions.get(session)
+        if entry is None:
+            raise InternalError(f"session {session} is not open on node {self._node}")
+        return entry
+
+    def _add_device(self, entry: _OpenSession, device: int) -> None:
+        if device in entry.devices:
+            return
+        torch_device = self._local[device]
+        worker = self._workers.get(device)
+        if worker is None:
+            worker = Worker(f"dtorch-{self._node}-{device}", partial(self._make_stream, torch_device), self._share)
+            self._workers[device] = worker
+        values = DeviceSession(
+            entry.shared, device, torch_device, self._node, self._redistributor, self._report_failure
+        )
+        entry.devices[device] = (worker, values)
+
+    def _make_stream(self, torch_device: torch.device) -> Stream:
+        if torch_device.type == "cuda":
+            raise InternalError("CUDA devices are not there yet")
+        return CpuStream(self._settings.collective_timeout_s)
+
+    def _ticket(self, entry: _OpenSession, seq: int) -> _Ticket:
+        session = entry.shared
+
+        def report() -> None:
+            if not session.is_ended:
+                self._report(Completed(session=session.number, seq=seq))
+
+        if not entry.devices:
+            report()
+        return _Ticket(len(entry.devices), report)
+
+    def _report_failure(self, session: int, failure: FailureRecord) -> None:
+        with self._failures_lock:
+            reported = self._reported.setdefault(session, set())
+            if failure.failure_id in reported:
+                return
+            reported.add(failure.failure_id)
+        self._report(OpRaised(session=session, failure=failure))
+
+    def _report_missing(self, session: int, request_id: int, device: int, failure: FailureRecord) -> None:
+        self._report(
+            ValueMissing(session=session, request_id=request_id, device=device, failure=failure)
+        )
+
+
+def _run_batch(values: DeviceSession, seq: int, words: list[int], ticket: _Ticket) -> None:
+    if not values.session.is_ended:
+        values.run(seq, words)
+    ticket.done()
+
+
+def _place(values: DeviceSession, value_id: int, shared: _SharedUpload, torch_device: torch.device) -> None:
+    tensor = shared.take()
+    if not values.session.is_ended:
+        values.blobs[value_id] = tensor.to(torch_device)
+
+
+def _torch_device(device_type: str, index: int) -> torch.device:
+    return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, index)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,50 @@
+"""Python bindings of torch that mean the same as an operator and cost about 0.5 us less a call.
+
+``torch.ops.aten.add.Tensor`` reads its schema at every call; ``torch.add`` has a parser generated for it. Only
+operators whose binding takes the schema's arguments in the schema's order are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FUNCTIONS = """
+abs.default add.Tensor addmm.default all.default any.default argmax.default bitwise_and.Tensor bitwise_or.Tensor
+bmm.default cat.default clamp.default clone.default cos.default cumsum.default div.Tensor embedding.default eq.Scalar
+eq.Tensor exp.default ge.Scalar ge.Tensor gt.Scalar gt.Tensor index_select.default isfinite.default le.Scalar
+le.Tensor log.default logical_and.default logical_not.default logical_or.default lt.Scalar lt.Tensor maximum.default
+mean.default mean.dim minimum.default mm.default mul.Tensor ne.Scalar ne.Tensor neg.default pow.Tensor_Scalar
+pow.Tensor_Tensor reciprocal.default relu.default rsqrt.default select.int sigmoid.default sin.default
+split_with_sizes.default sqrt.default squeeze.dim stack.default sub.Tensor sum.default sum.dim_IntList t.default
+tanh.default transpose.int tril.default triu.default unsqueeze.default where.self
+"""
+_METHODS = """
+add_.Tensor copy_.default div_.Tensor expand.default fill_.Scalar masked_fill.Scalar mul_.Tensor permute.default
+sub_.Tensor view.default zero_.default
+"""
+
+
+def fast_binding(overload: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """The binding to call in place of ``overload``, or None."""
+    return _bindings.get(overload._schema.name + "." + overload._overloadname)
+
+
+def _collect() -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {}
+    for homes, names in (((torch._C._VariableFunctions, torch), _FUNCTIONS), ((torch._C.TensorBase,), _METHODS)):
+        for name in names.split():
+            bare = name.partition(".")[0]
+            for home in homes:
+                function = getattr(home, bare, None)
+                if function is not None:
+                    found[f"aten::{name}"] = function
+                    break
+    found["aten::silu.default"] = torch._C._nn.silu
+    found["aten::gelu.default"] = torch._C._nn.gelu
+    return found
+
+
+_bindings = _collect()

@@ -1,0 +1,148 @@
+"""What an op name means on a worker: a torch operator, or one of our own under ``dtorch::``.
+
+To add a kernel of our own, write a function of local tensors and constants, and decorate it::
+
+    @kernel("my_op")
+    def my_op(x: torch.Tensor, start: int) -> torch.Tensor: ...
+
+A template named ``dtorch::my_op`` calls it with its arguments: inputs as local tensors, ``LocalStart`` as an int,
+``LocalShape`` as a list, ``SeedSlot`` as a seeded generator, ``ScalarSlot`` as an int. It returns a new tensor or a
+tuple of new ones, and may raise: what it raises is shown to the user as the failure of the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+from dtorch_runtime.worker.failures import InternalFailure
+from dtorch_runtime.worker.fast_bindings import fast_binding
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+REDISTRIBUTE = "dtorch::redistribute"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function, and what it returns."""
+
+    function: Callable[..., Any]
+    #: Number of returns of the schema, those of mutated inputs included.
+    num_returns: int = 1
+    #: Whether a return is a list of tensors.
+    returns_list: bool = False
+    #: Positions of returns that are mutated inputs, which are no outputs.
+    mutated_returns: frozenset[int] = frozenset()
+
+    def spread(self, result: Any, num_outputs: int) -> Sequence[torch.Tensor | None]:
+        """The outputs in what the function returned, in the order of the op record.
+
+        Raises:
+            InternalFailure: there are more or fewer than the template says.
+        """
+        parts = result if self.num_returns > 1 and isinstance(result, tuple) else (result,)
+        outputs: list[torch.Tensor | None] = []
+        for position, part in enumerate(parts):
+            if position in self.mutated_returns:
+                continue
+            outputs.extend(part) if isinstance(part, list | tuple) else outputs.append(part)
+        if len(outputs) != num_outputs:
+            outputs = [output for output in outputs if output is not None]
+        if len(outputs) != num_outputs:
+            raise InternalFailure(f"the kernel returned {len(outputs)} tensors, its template says {num_outputs}")
+        return outputs
+
+
+_own: dict[str, Kernel] = {}
+
+
+def kernel(name: str, *, num_returns: int = 1) -> Callable[[_Function], _Function]:
+    """Register a function as ``dtorch::<name>``."""
+
+    def register(function: _Function) -> _Function:
+        assert f"dtorch::{name}" not in _own, f"dtorch::{name} has two kernels"
+        _own[f"dtorch::{name}"] = Kernel(function, num_returns=num_returns)
+        return function
+
+    return register
+
+
+@lru_cache(maxsize=4096)
+def find_kernel(name: str) -> Kernel:
+    """The kernel of ``namespace::name.overload``; without an overload the default one.
+
+    Raises:
+        InternalFailure: there is none.
+    """
+    if name in _own:
+        return _own[name]
+    namespace, separator, rest = name.partition("::")
+    operator, _, overload = rest.partition(".")
+    if namespace == "dtorch" or not separator:
+        raise InternalFailure(f"this worker has no kernel {name}; dtorch has: {', '.join(sorted(_own))}")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    found = getattr(packet, overload or "default", None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise InternalFailure(f"torch {torch.__version__} on this worker has no operator {name}")
+    returns = found._schema.returns
+    return Kernel(
+        fast_binding(found) or found._op,
+        num_returns=len(returns),
+        returns_list=any("[]" in str(item.type) or "List" in str(item.type) for item in returns),
+        mutated_returns=frozenset(
+            index
+            for index, item in enumerate(returns)
+            if item.alias_info is not None and item.alias_info.is_write
+        ),
+    )
+
+
+@kernel("embedding_shard")
+def embedding_shard(weight: torch.Tensor, indices: torch.Tensor, start: int) -> torch.Tensor:
+    """Rows of a vocabulary of which this device holds the rows from ``start`` on; zeros for rows elsewhere.
+
+    The sum over the devices that cut the vocabulary is the whole look-up.
+
+    Args:
+        weight: [local rows, features].
+        indices: any shape, integers into the global vocabulary.
+        start: global row of ``weight[0]``.
+
+    Returns:
+        [*indices.shape, features].
+    """
+    local = indices - start
+    outside = (local < 0) | (local >= weight.shape[0])
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*indices.shape, weight.shape[1]))
+    rows = torch.embedding(weight, local.masked_fill(outside, 0))
+    return rows.masked_fill_(outside.unsqueeze(-1), 0)
+
+
+@kernel("random_shard")
+def random_shard(
+    operator: str, args: list[Any], starts: list[int], sizes: list[int], generator: torch.Generator, **kwargs: Any
+) -> torch.Tensor:
+    """The local box of a global random tensor, the same numbers on every mesh.
+
+    Every device draws the whole tensor from the seed and keeps its box.
+
+    Args:
+        operator: e.g. ``aten::randn.generator``; takes ``args`` and ``generator=``.
+        starts, sizes: the box, in each dim.
+    """
+    whole: torch.Tensor = find_kernel(operator).function(*args, generator=generator, **kwargs)
+    return box_of(whole, starts, sizes)
+
+
+@kernel("box")
+def box_of(whole: torch.Tensor, starts: list[int], sizes: list[int]) -> torch.Tensor:
+    """A copy of a box of a tensor, e.g. of a random one that every device has drawn from the same seed."""
+    index = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    result: torch.Tensor = whole[index].clone(memory_format=torch.contiguous_format)
+    return result

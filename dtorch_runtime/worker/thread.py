@@ -1,0 +1,93 @@
+"""``Worker``: the thread of one device. It takes jobs from a queue and runs them in order."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from dtorch_runtime.worker.streams.base import Stream
+
+Job: TypeAlias = Callable[[], None]
+
+_log = logging.getLogger(__name__)
+
+
+class ThreadShare:
+    """How many intra-op threads each worker may use; falls when another device of the agent starts.
+
+    torch's setting is one of the calling thread, so each worker applies it itself.
+
+    Args:
+        num_threads: a fixed number, or 0 to divide the cores.
+        num_cores: cores of this agent.
+    """
+
+    def __init__(self, num_threads: int, num_cores: int) -> None:
+        self._fixed = num_threads
+        self._num_cores = num_cores
+        self._num_workers = 0
+        self.per_worker = num_threads or max(1, num_cores)
+
+    def add_worker(self) -> None:
+        """Another device starts."""
+        self._num_workers += 1
+        self._divide()
+
+    def set_cores(self, num_cores: int) -> None:
+        """Agents on the same machine have come or gone."""
+        self._num_cores = num_cores
+        self._divide()
+
+    def _divide(self) -> None:
+        if not self._fixed:
+            self.per_worker = max(1, self._num_cores // max(1, self._num_workers))
+
+
+class Worker:
+    """Runs the jobs of one device in the order in which they were submitted, on a thread of its own."""
+
+    def __init__(self, name: str, make_stream: Callable[[], Stream], share: ThreadShare) -> None:
+        self.name = name
+        self._make_stream = make_stream
+        self._share = share
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # A daemon: a kernel that never ends must not keep the process from ending.
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        share.add_worker()
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. It must not raise: what it does is nobody's to await."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End behind the jobs that are queued."""
+        self._jobs.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        share, get = self._share, self._jobs.get
+        num_threads = 0
+        with torch.inference_mode(), self._make_stream().activate():
+            while True:
+                job = get()
+                if job is None:
+                    return
+                if num_threads != share.per_worker:
+                    num_threads = share.per_worker
+                    torch.set_num_threads(num_threads)
+                try:
+                    job()
+                except Exception:  # noqa: BLE001  the device's other jobs are not to die of it
+                    _log.exception("a job of worker %s raised, which is a bug of DTorch", self.name)
+                # The queue's wait would else keep the last job, and with it a session's tensors, alive.
+                job = None
