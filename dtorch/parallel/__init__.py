@@ -1,0 +1,1 @@
+"""Models that were written for one device, on a mesh."""

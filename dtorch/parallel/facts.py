@@ -1,0 +1,86 @@
+"""What a model is, as planning sees it: its modules with weights, its attention geometry, the plan it carries."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from dtorch.parallel.tp_plan import STYLES, SYNONYMS, ModuleFacts, ModuleKind, matches
+from dtorch_runtime.errors import UnsupportedError
+
+_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads")
+
+
+def collect_facts(model: nn.Module) -> list[ModuleFacts]:
+    """The modules of ``model`` that have parameters of their own."""
+    groups = dict(_head_groups(model))
+    facts = []
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if not own:
+            continue
+        kind: ModuleKind = "other"
+        if isinstance(module, nn.Linear):
+            kind = "linear"
+        elif isinstance(module, nn.Embedding):
+            kind = "embedding"
+        facts.append(
+            ModuleFacts(
+                name=name,
+                kind=kind,
+                weights={key: tuple(parameter.shape) for key, parameter in own.items()},
+                num_head_groups=groups.get(name) if kind == "linear" else None,
+                tied={key: id(parameter) for key, parameter in own.items()},
+            )
+        )
+    return facts
+
+
+def _head_groups(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Modules inside attention layers, each with the layer's number of key/value heads."""
+    for name, module in model.named_modules():
+        if "Attention" not in type(module).__name__:
+            continue
+        holders = (module, getattr(module, "config", None), getattr(model, "config", None))
+        counts = [getattr(holder, field, None) for holder in holders for field in _HEAD_COUNTS]
+        found = next((count for count in counts if isinstance(count, int) and count > 0), None)
+        if found is not None:
+            yield from ((f"{name}.{child}" if name else child, found) for child, _ in module.named_modules())
+
+
+def base_prefix(model: nn.Module) -> str:
+    """The name of the base model inside a Hugging Face model with a head, e.g. ``"model"``; else empty."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return prefix if isinstance(prefix, str) and prefix and hasattr(model, prefix) else ""
+
+
+def auto_plan(model: nn.Module, facts: Sequence[ModuleFacts]) -> dict[str, str]:
+    """The plan that a Hugging Face model carries: its config's for the base model, its class's for the head.
+
+    Entries for modules that this model lacks are left out: a config's plan is for all variants of an architecture.
+
+    Raises:
+        UnsupportedError: the model carries no plan.
+    """
+    prefix = base_prefix(model)
+    of_config = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    carried: dict[str, str] = {
+        f"{prefix}.{key}" if prefix else key: style for key, style in of_config.items()
+    }
+    carried |= getattr(type(model), "_tp_plan", None) or {}
+    # The instance's plan also has what submodels add, a vision tower's, say.
+    carried |= getattr(model, "_tp_plan", None) or {}
+    if not carried:
+        example = next((f.name for f in facts if f.kind == "linear"), "name.of.a.linear")
+        raise UnsupportedError(
+            f"{type(model).__name__} carries no tensor-parallel plan (base_model_tp_plan in its config); write one, "
+            f"e.g. parallelize(model, mesh, plan={{{example!r}: 'colwise'}}), or plan={{}} to replicate every weight"
+        )
+    found = {key: style for key, style in carried.items() if any(matches(key, f.name, prefix) for f in facts)}
+    known = {key: style for key, style in found.items() if SYNONYMS.get(style, style) in STYLES}
+    if len(known) < len(found):
+        unknown = {key: style for key, style in found.items() if key not in known}
+        warnings.warn(f"these modules are replicated, their styles are not known: {unknown}", stacklevel=3)
+    return known
