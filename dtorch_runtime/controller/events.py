@@ -67,8 +67,9 @@ class ForgetPeer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchBeats(msgspec.Struct, frozen=True, kw_only=True):
-    """Expect heartbeats under this name."""
+    """Expect heartbeats of a peer, under this name."""
 
+    peer: int
     beat_name: str
 
 

@@ -77,6 +77,8 @@ class ControllerConfig:
 
 #: How many payload frames a message has, where that is not none.
 _NUM_FRAMES: dict[type[Message], int] = {Ops: 1, Upload: 1, ValueData: 1}
+#: Messages that need the session key, and no session.
+_FROM_ANYBODY = (StatusRequest, StopCluster)
 _Handler: TypeAlias = Callable[..., None]
 
 
@@ -140,6 +142,10 @@ class ControllerState:
             self.validate()
         return actions
 
+    def knows(self, peer: int) -> bool:
+        """Whether a peer is a live node or session."""
+        return peer in self._peers
+
     def validate(self) -> None:
         """Check the invariants that the attributes state."""
         self.membership.validate()
@@ -164,6 +170,8 @@ class ControllerState:
         kind = type(message)
         handler = handlers.get(kind)
         try:
+            if kind in _FROM_ANYBODY:
+                handler, who = self._from_strangers[kind], None
             if handler is None:
                 raise _Violation(_unexpected(message, who))
             if len(event.frames) != _NUM_FRAMES.get(kind, 0):
@@ -208,7 +216,7 @@ class ControllerState:
         session = Session(number, peer, self.membership, check=self._config.check)
         self.sessions[number] = session
         self._peers[peer] = session
-        self._actions.append(WatchBeats(beat_name=beat_name(session)))
+        self._actions.append(WatchBeats(peer=peer, beat_name=beat_name(session)))
         self._send(
             peer,
             Welcome(
@@ -230,7 +238,7 @@ class ControllerState:
         except JoinRefused as refusal:
             raise _Violation(str(refusal)) from None
         self._peers[peer] = node
-        self._actions.append(WatchBeats(beat_name=beat_name(node)))
+        self._actions.append(WatchBeats(peer=peer, beat_name=beat_name(node)))
         self._send(
             peer,
             NodeWelcome(
