@@ -6,11 +6,14 @@ import importlib.machinery
 import importlib.util
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtorch_launcher.plan import Program, missing_program
+from dtorch_runtime.errors import TransportError
+from dtorch_runtime.transport.endpoint import Endpoint
 
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _DEVICES = Path("/dev")
@@ -80,3 +83,28 @@ def is_terminal_foreground() -> bool:
         return False
     finally:
         os.close(terminal)
+
+
+def own_address(controller: Endpoint) -> str:
+    """A free tcp address of this machine that whoever reaches the controller reaches too; empty for ipc.
+
+    Raises:
+        TransportError: the controller's host has no address that this machine knows of.
+    """
+    if controller.scheme == "ipc":
+        return ""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(
+            controller.host, controller.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as route:
+            route.connect(target)  # of a datagram socket: asks the routing table, sends nothing
+            host = route.getsockname()[0]
+        with socket.create_server((host, 0), family=family) as server:
+            port = server.getsockname()[1]
+    except OSError as error:
+        raise TransportError(
+            f"cannot find a way to {controller.text}: {error}. Is the host's name right? If this machine has several "
+            f"addresses, give the one that the other nodes reach with --data-address tcp://HOST:PORT"
+        ) from error
+    return f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dtorch_runtime.errors import SettingError
+from dtorch_runtime.ir.mesh import DEVICE_TYPES
 
 #: Subcommands of dtorch-launch. Whatever else comes first is a script, or an option of ``run``.
 SUBCOMMANDS = ("run", "controller", "agent", "status", "stop", "keys")
-DEVICE_TYPES = ("cpu", "cuda")
 CONTROLLER = "controller"
 
 #: How a program finds the cluster that it was launched on; ``dtorch.init()`` reads them.

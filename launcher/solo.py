@@ -41,12 +41,14 @@ class SoloSupervisor:
     Args:
         start_timeout_s: for the process to be ready.
         stop_timeout_s: from the end of its lifeline to SIGKILL, and again for it to be gone.
-        announcement: what to tell the person at the terminal when it is ready.
+        ready_means: what "ready" is, to follow "waited 60 s for ": ``node1 to join tcp://head:5555``.
+        announcement: what to tell the person at the terminal then; ``{endpoint}`` stands for its address.
     """
 
     name: str
     start_timeout_s: float
     stop_timeout_s: float
+    ready_means: str
     announcement: str
 
     phase: SoloPhase = SoloPhase.NEW
@@ -66,7 +68,7 @@ class SoloSupervisor:
             case ChildReady() if self.phase is SoloPhase.STARTS:
                 self.phase = SoloPhase.RUNS
                 self.deadline_s = None
-                return [Report(text=self.announcement)]
+                return [Report(text=self.announcement.replace("{endpoint}", event.endpoint))]
             case ChildExited() if self.phase is not SoloPhase.FINISHED:
                 return self._exited(event.returncode)
             case SignalArrived() if self.phase in (SoloPhase.STARTS, SoloPhase.RUNS):
@@ -119,7 +121,7 @@ class SoloSupervisor:
         if self.phase is SoloPhase.STARTS:
             self.exit_status = EXIT_REFUSED
             return [
-                Report(text=f"waited {self.start_timeout_s:.3g} s for {self.name} to be ready"),
+                Report(text=f"waited {self.start_timeout_s:.3g} s for {self.ready_means}"),
                 *self._stop(now),
             ]
         if not self.is_killed:

@@ -29,9 +29,10 @@ class Launched:
 
 @dataclass(frozen=True, kw_only=True)
 class ChildReady:
-    """The controller listens, or an agent has joined it."""
+    """The controller listens, or an agent has joined it; ``endpoint`` is where, as far as it is known."""
 
     name: str
+    endpoint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ class Supervisor:
 
     Args:
         agents: names of the node agents, in the order in which they are started.
-        start_timeout_s: for the controller to listen, and again for all agents to join.
+        start_timeout_s: for the controller to listen, and again for each agent to join.
         stop_timeout_s: from asking a process to end to killing it, and again for it to be gone.
     """
 
@@ -189,13 +190,18 @@ class Supervisor:
         self.ready.add(name)
         if self.phase is Phase.CONTROLLER_STARTS and name == CONTROLLER:
             self.phase = Phase.AGENTS_START
-            self.deadline_s = now + self.start_timeout_s
-            return [self._start(agent) for agent in self.agents]
-        if self.phase is Phase.AGENTS_START and self.ready.issuperset(self.agents):
+        if self.phase is not Phase.AGENTS_START:
+            return []
+        # One after the other: devices are numbered in the order of joining, and node0 is to have the first.
+        waiting = [agent for agent in self.agents if agent not in self.ready]
+        if not waiting:
             self.phase = Phase.PROGRAM_RUNS
             self.deadline_s = None
             return [self._start(PROGRAM)]
-        return []
+        if waiting[0] in self.alive:
+            return []
+        self.deadline_s = now + self.start_timeout_s
+        return [self._start(waiting[0])]
 
     # ---- ends of processes
 
@@ -249,7 +255,7 @@ class Supervisor:
         if self.phase is Phase.CONTROLLER_STARTS:
             return self._give_up(f"waited {self.start_timeout_s:.3g} s for the controller to listen", now)
         if self.phase is Phase.AGENTS_START:
-            late = ", ".join(agent for agent in self.agents if agent not in self.ready)
+            late = next(agent for agent in self.agents if agent not in self.ready)
             return self._give_up(f"waited {self.start_timeout_s:.3g} s for {late} to join the cluster", now)
         waited_for = set(self._living(self._awaited_ends()))
         if waited_for <= self.killed:

@@ -24,12 +24,22 @@ from dtorch_launcher.supervise import (
 from dtorch_runtime.errors import InternalError
 
 NODE = "node7"
-READY = ChildReady(name=NODE)
+READY = ChildReady(name=NODE, endpoint="tcp://c:1")
 TERM = SignalArrived(number=SIGTERM)
 INTERRUPT = SignalArrived(number=SIGINT, reached_program=True)
 END = EndLifeline(name=NODE)
 KILL = Send(name=NODE, number=SIGKILL)
-WELCOME = Report(text="node7 is up")
+WELCOME = Report(text="node7 is up at tcp://c:1")
+
+
+def new_solo() -> SoloSupervisor:
+    return SoloSupervisor(
+        name=NODE,
+        start_timeout_s=60.0,
+        stop_timeout_s=5.0,
+        ready_means="node7 to join",
+        announcement="node7 is up at {endpoint}",
+    )
 
 
 def exited(returncode: int) -> ChildExited:
@@ -58,7 +68,7 @@ HISTORIES: dict[str, list[tuple[Event | float, list[Action]]]] = {
     ],
     "starts too slowly": [
         (59.0, []),
-        (1.0, [Report(text="waited 60 s for node7 to be ready"), END]),
+        (1.0, [Report(text="waited 60 s for node7 to join"), END]),
         (READY, []),
         (exited(0), [Finish(exit_status=2)]),
     ],
@@ -89,7 +99,7 @@ HISTORIES: dict[str, list[tuple[Event | float, list[Action]]]] = {
 
 @pytest.mark.parametrize("history", HISTORIES)
 def test_one_process(history: str) -> None:
-    solo = SoloSupervisor(name=NODE, start_timeout_s=60.0, stop_timeout_s=5.0, announcement="node7 is up")
+    solo = new_solo()
     now = 10.0
     assert solo.handle(Launched(), now) == [Start(name=NODE)]
     for step, expected in HISTORIES[history]:
@@ -102,7 +112,7 @@ def test_one_process(history: str) -> None:
 
 
 def test_a_wait_without_a_deadline_is_found() -> None:
-    solo = SoloSupervisor(name=NODE, start_timeout_s=60.0, stop_timeout_s=5.0, announcement="")
+    solo = new_solo()
     solo.handle(Launched(), 0.0)
     solo.deadline_s = None
     with pytest.raises(InternalError, match="a wait without a deadline"):
