@@ -28,7 +28,7 @@ help:  ## list the targets
 	@echo '  variables: VENV=.venv  PYTHON=python3  PROMPT="..." (demo)  ARGS="..." (demo, pytest, bench)'
 
 demo: $(STAMPS)/demo $(STAMPS)/model  ## a language model answers from a cluster on this machine; PROMPT="..."
-	@$(PY) examples/demo.py $(ARGS) "$$PROMPT"
+	@$(PY) examples/language_model.py --prompt "$$PROMPT" $(ARGS)
 
 test: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, under ten minutes on two cores; ARGS="-k name"
 	$(PY) -m pytest -m "not slow" $(ARGS)
