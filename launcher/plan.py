@@ -25,7 +25,7 @@ EXIT_REFUSED = 2
 _MAX_NODES = 1024
 _MAX_DEVICES_PER_NODE = 1024
 _SIGNAL_STATUS_BASE = 128
-_OWN_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
+_OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from dtorch_runtime.errors import SettingError
     [
         ([], ["--help"]),
         (["--help"], ["--help"]),
+        (["-h"], ["-h"]),
         (["--version"], ["--version"]),
         (["--show-completion=zsh"], ["--show-completion=zsh"]),
         (["train.py"], ["run", "train.py"]),
