@@ -33,8 +33,8 @@ from dtorch_runtime.node.executor import Executor, ReportEvent
 from dtorch_runtime.node.state import NodeConfig
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.base import ClientLink
+from dtorch_runtime.transport.direct import direct_links
 from dtorch_runtime.transport.endpoint import parse_endpoint
-from dtorch_runtime.transport.memory import MemoryHub
 from dtorch_runtime.transport.security import CurveKeys, load_keys
 from dtorch_runtime.transport.zeromq import ZmqClientLink, ZmqServerLink
 
@@ -44,7 +44,6 @@ _logger = logging.getLogger("dtorch_runtime.process")
 _SWITCH_INTERVAL_S = 0.0005
 _PARENT_CHECK_INTERVAL_S = 1.0
 _REJOIN_PAUSE_S = 0.5
-_LOCAL_ADDRESS = "memory://controller"
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,14 +119,13 @@ class Process:
 
     async def _run_controller(self) -> None:
         config = self._config
-        hub = MemoryHub()
         link = ZmqServerLink(config.endpoint, keys=self._keys)
-        local_links = [hub.serve(_LOCAL_ADDRESS)] if config.role == "embedded" else []
+        local_server_link, local_link = direct_links()
         self._server = server = ControllerServer(
             [link],
             session_key=self._session_key,
             settings=self._settings,
-            local_links=local_links,
+            local_links=[local_server_link],
             heartbeat_address=config.heartbeat_endpoint or derived_heartbeat_endpoint(link.endpoint),
             keys=self._keys,
         )
@@ -135,8 +133,7 @@ class Process:
         try:
             server.start_local()
             if config.role == "embedded":
-                local = await hub.connect(_LOCAL_ADDRESS, timeout_s=self._settings.start_timeout_s)
-                self._agent = agent = self._new_agent(local, has_heartbeats=False)
+                self._agent = agent = self._new_agent(local_link, has_heartbeats=False)
                 agent_task = asyncio.create_task(self._run_local_agent(agent, server), name="local agent")
                 await agent.wait_joined()
             server.start()

@@ -89,6 +89,8 @@ class NodeAgent:
         self._reports: deque[ExecutorEvent] = deque()
         #: True from the moment the loop was woken until it looks.
         self._is_woken = False
+        #: True while the loop is inside a call of the executor.
+        self._is_calling = False
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._ended: asyncio.Future[Leave] = self._loop.create_future()
@@ -166,7 +168,8 @@ class NodeAgent:
     def _report(self, event: ExecutorEvent) -> None:
         """On any thread. The loop is woken once for all reports that come before it looks."""
         self._reports.append(event)
-        if not self._is_woken:
+        # While the loop is inside a call of the executor, it looks by itself after it.
+        if not self._is_woken and not self._is_calling:
             self._is_woken = True
             self._call_in_loop(self._take_reports)
 
@@ -242,11 +245,16 @@ class NodeAgent:
             self._events.append(ConnectionLost(reason=f"no heartbeats to {endpoint}: {error}"))
 
     def _call(self, executor: Executor, call: ExecutorCall) -> None:
+        self._is_calling = True
         try:
             _perform(executor, call)
         except Exception as error:
             _logger.exception("the executor raised in %s", type(call).__name__)
             self._handle(ExecutorBroke(reason=f"its executor raised {error!r} in {type(call).__name__}"))
+        finally:
+            self._is_calling = False
+        if self._reports:
+            self._take_reports()
 
 
 def _perform(executor: Executor, call: ExecutorCall) -> None:
