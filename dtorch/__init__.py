@@ -1,1 +1,144 @@
-"""What a user writes with: plain PyTorch, run on a cluster."""
+"""What a user writes with: plain PyTorch, run on a cluster.
+
+Importing it is quick: torch, and everything that needs it, is loaded by the first use of a name that needs it.
+The device "dtorch" is known to torch as soon as both are imported, in either order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+_CLUSTER = ("init", "shutdown", "connect", "Cluster")
+_MESH = ("DeviceMesh", "init_device_mesh")
+_PLACEMENT = ("Placement", "Replicate", "Shard", "Partial")
+_ERRORS = (
+    "DTorchError",
+    "UserError",
+    "PlacementError",
+    "MeshError",
+    "MixedTensorError",
+    "UnsupportedError",
+    "SettingError",
+    "ForkError",
+    "RemoteOpError",
+    "InfrastructureError",
+    "NodeLost",
+    "ControllerLost",
+    "ClusterTimeout",
+    "TransportError",
+    "HandshakeError",
+    "SecurityError",
+    "SessionClosed",
+    "InternalError",
+)
+_FACTORY = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "arange",
+    "linspace",
+    "eye",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "tensor",
+    "from_torch",
+)
+
+#: Public name -> the module that has it.
+_HOMES = {
+    **dict.fromkeys(_CLUSTER, "dtorch.cluster"),
+    **dict.fromkeys(_MESH, "dtorch_runtime.ir.mesh"),
+    **dict.fromkeys(_PLACEMENT, "dtorch_runtime.ir.placement"),
+    **dict.fromkeys(_ERRORS, "dtorch_runtime.errors"),
+    "Settings": "dtorch_runtime.settings",
+    **dict.fromkeys(_FACTORY, "dtorch.factory"),
+    "manual_seed": "dtorch.random",
+    "Tensor": "dtorch.tensor",
+    "TensorFuture": "dtorch.future",
+    "Graph": "dtorch.graph",
+    "parallelize": "dtorch.parallel",
+}
+#: Names whose use makes tensors: the processes of an embedded cluster load while torch is imported here.
+_STARTING = frozenset((*_FACTORY,))
+
+__all__ = [*_HOMES]  # frozen by a test  # noqa: PLE0604  strings, made from the tuples above
+
+if TYPE_CHECKING:
+    from dtorch.cluster import Cluster, connect, init, shutdown
+    from dtorch.factory import (
+        arange,
+        empty,
+        empty_like,
+        eye,
+        from_torch,
+        full,
+        full_like,
+        linspace,
+        ones,
+        ones_like,
+        rand,
+        rand_like,
+        randint,
+        randn,
+        randn_like,
+        randperm,
+        tensor,
+        zeros,
+        zeros_like,
+    )
+    from dtorch.future import TensorFuture
+    from dtorch.graph import Graph
+    from dtorch.parallel import parallelize
+    from dtorch.random import manual_seed
+    from dtorch.tensor import Tensor
+    from dtorch_runtime.errors import (
+        ClusterTimeout,
+        ControllerLost,
+        DTorchError,
+        ForkError,
+        HandshakeError,
+        InfrastructureError,
+        InternalError,
+        MeshError,
+        MixedTensorError,
+        NodeLost,
+        PlacementError,
+        RemoteOpError,
+        SecurityError,
+        SessionClosed,
+        SettingError,
+        TransportError,
+        UnsupportedError,
+        UserError,
+    )
+    from dtorch_runtime.ir.mesh import DeviceMesh, init_device_mesh
+    from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
+    from dtorch_runtime.settings import Settings
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
+    if name in _STARTING and "torch" not in sys.modules:
+        importlib.import_module("dtorch.cluster").start_ahead()
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *__all__))
+
+
+importlib.import_module("dtorch.after_torch").register_when_imported()

@@ -1,0 +1,152 @@
+"""Registers the device "dtorch" with torch: a PrivateUse1 backend written in Python.
+
+Tensors carry the Python dispatch key, so that ops on them reach ``Tensor.__torch_dispatch__``. What is registered here
+are calls that make a tensor, which have no tensor to dispatch on, and ops that are kept whole instead of decomposing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from dtorch import random
+from dtorch.dispatch import dispatch
+from dtorch.graph import Graph
+from dtorch.tensor import Tensor
+
+aten = torch.ops.aten
+_lock = threading.Lock()
+#: What lives as long as the registration.
+_libraries: list[torch.library.Library] = []
+
+#: Made in one op; torch would make an empty tensor and fill it.
+_FACTORIES = (
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.rand.default,
+    aten.randn.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randperm.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.linspace.default,
+    aten.eye.default,
+    aten.eye.m,
+    aten.scalar_tensor.default,
+)
+#: One op when no gradient is wanted; with gradients torch's own decomposition, whose parts have derivatives.
+_KEPT_WHOLE = (aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def register() -> None:
+    """Make ``device="dtorch"`` known to torch; done once."""
+    with _lock:
+        if _libraries:
+            return
+        _setup_privateuseone_for_python_backend("dtorch", backend_module=_DeviceModule())
+        everything = torch.library.Library("_", "IMPL")  # noqa: TOR901  kept in _libraries
+        everything.fallback(_make, dispatch_key="PrivateUse1")
+        ops = torch.library.Library("aten", "IMPL")  # noqa: TOR901  kept in _libraries
+        _libraries.extend((everything, ops))
+        # Without its own kernel torch.tensor(data, device="dtorch") ends in an internal assert of the fallback.
+        for func in (aten._to_copy.default, *_FACTORIES):
+            ops.impl(func, _maker(func), "PrivateUse1")
+        for func in _KEPT_WHOLE:
+            ops.impl(func, _whole(func), "AutogradPrivateUse1")
+            ops.impl(func, _whole(func), "PrivateUse1")
+        _use_foreach_optimizers()
+
+
+def _make(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(Tensor, func, (), args, kwargs)
+
+
+def _maker(func: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return dispatch(Tensor, func, (), args, kwargs)
+
+    return make
+
+
+def _whole(func: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
+        ):
+            return func._op_dk(_COMPOSITE, *args, **kwargs)
+        return dispatch(Tensor, func, (), args, kwargs)
+
+    return call
+
+
+def _use_foreach_optimizers() -> None:
+    """Optimizers do a step in a few ops for types that they know; torch keeps the list in two places."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        types = getattr(module, "_foreach_supported_types", None)
+        if isinstance(types, list) and Tensor not in types:
+            types.append(Tensor)
+
+
+class _DeviceModule:
+    """``torch.dtorch``: what torch asks of a device. One device; the mesh says where things are."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """There is one device."""
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait until everything issued by this thread's graph has run; raises its first unfetched error."""
+        Graph.default_graph().sync()
+
+    def manual_seed(self, seed: int) -> None:
+        random.set_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        random.set_seed(seed)
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """Seed and count of draws, as 16 bytes."""
+        seed, count = random.get_state()
+        data = seed.to_bytes(8, "little") + count.to_bytes(8, "little")
+        return torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+        data = bytes(new_state.tolist())
+        random.set_state(int.from_bytes(data[:8], "little"), int.from_bytes(data[8:16], "little"))
+
+    def get_rng_state_all(self) -> Sequence[torch.Tensor]:
+        return [self.get_rng_state()]
+
+    def set_rng_state_all(self, new_states: Sequence[torch.Tensor]) -> None:
+        self.set_rng_state(new_states[0])
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "DTorch cluster"

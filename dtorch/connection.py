@@ -1,0 +1,483 @@
+"""``Session``: the shell around ``SessionState``. One link, one I/O thread; user threads send by themselves."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dtorch.future import ClusterFuture, SyncFuture, TensorFuture
+from dtorch.graph import Graph, Handle
+from dtorch.location import describe
+from dtorch.meshes import mesh_id
+from dtorch.session import (
+    Action,
+    ControllerGone,
+    FetchDone,
+    FetchMissed,
+    PeerLost,
+    RoomFreed,
+    SessionState,
+    SyncReached,
+)
+from dtorch.spec import Spec
+from dtorch.values import bytes_of, chunks, dtype_name, plan_gathering
+from dtorch_runtime.errors import (
+    ClusterTimeout,
+    ControllerLost,
+    DTorchError,
+    InternalError,
+    MeshError,
+    NodeLost,
+    RemoteFailure,
+    RemoteOpError,
+    SessionClosed,
+    TransportError,
+)
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.records import mesh_to_record
+from dtorch_runtime.settings import Settings
+from dtorch_runtime.transport.base import ThreadLink
+from dtorch_runtime.wire.codec import MalformedMessage, decode_to_client, encode
+from dtorch_runtime.wire.messages import (
+    ClientBye,
+    DefineMesh,
+    DefineTemplates,
+    Fetch,
+    Ops,
+    Upload,
+    Welcome,
+)
+from dtorch_runtime.wire.records import FailureRecord, TemplateRecord
+
+#: How long the I/O thread sleeps when there is nothing to watch, in seconds.
+_IDLE_WAIT_S = 3600.0
+_logger = logging.getLogger(__name__)
+
+
+class Session:
+    """One client's work on one cluster. Made by ``dtorch.init`` and ``dtorch.connect``, not by hand.
+
+    Args:
+        link: connected, the handshake done; owned by the session from now on.
+        address: for messages.
+        shaped: whether the user said how many devices the cluster has.
+    """
+
+    def __init__(
+        self, link: ThreadLink, welcome: Welcome, settings: Settings, address: str, *, shaped: bool = True
+    ) -> None:
+        self.settings = settings
+        self.address = address
+        self.number = welcome.session
+        self._shaped = shaped
+        self._link = link
+        #: The cache of calls, shared by the graphs. Emptied when the session ends: then every call is a miss.
+        self.entries: dict[Any, Any] = {}
+        self.new_value_id: Callable[[], int] = itertools.count(1).__next__
+        self.next_graph_id: Callable[[], int] = itertools.count(1).__next__
+        #: Guards what follows, and the order of numbered messages on the link.
+        self._changed = threading.Condition(threading.Lock())
+        self._state = SessionState(
+            welcome.nodes, max_ops=settings.max_outstanding_ops, max_bytes=settings.max_outstanding_bytes
+        )
+        self._waiting: dict[int, ClusterFuture[Any]] = {}
+        self._templates: dict[bytes, int] = {}
+        self._defined_meshes: set[int] = set()
+        self._graphs: dict[int, Graph] = {}
+        self._whole_mesh: DeviceMesh | None = None
+        #: Why the session is over: makes the error that every later use raises.
+        self._end: Callable[[], DTorchError] | None = None
+        self._local = threading.local()
+        #: Whether the I/O thread sleeps without watching the age of batches.
+        self._is_idle = False
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="dtorch-session", daemon=True)
+        self._thread.start()
+
+    # ---- graphs ----
+
+    def default_graph(self) -> Graph:
+        """The current graph of this thread, made on first use."""
+        graph: Graph | None = getattr(self._local, "graph", None)
+        if graph is None:
+            graph = self._local.graph = Graph(self)
+        return graph
+
+    def set_current_graph(self, graph: Graph | None) -> Graph | None:
+        """Make it this thread's graph; returns the one before."""
+        before: Graph | None = getattr(self._local, "graph", None)
+        self._local.graph = graph
+        return before
+
+    def add_graph(self, graph: Graph) -> None:
+        """Watch the age of its batches."""
+        self.check_open()
+        with self._changed:
+            self._graphs[graph.graph_id] = graph
+
+    def whole_mesh(self) -> DeviceMesh:
+        """The mesh of tensors made without one: all devices of the cluster.
+
+        An embedded cluster that nobody shaped has more devices than the program asked for: then the first alone.
+
+        Raises:
+            ClusterTimeout: no node has joined within ``start_timeout_s``.
+        """
+        if self._whole_mesh is None:
+            nodes = self._wait_for_nodes()
+            device_type = nodes[0].device_type
+            devices = sorted(d for node in nodes if node.device_type == device_type for d in node.devices)
+            self._whole_mesh = DeviceMesh(device_type, devices if self._shaped else devices[:1])
+        return self._whole_mesh
+
+    def _wait_for_nodes(self) -> list[Any]:
+        limit_s = self.settings.start_timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._state.nodes or self._end is not None, limit_s):
+                raise ClusterTimeout(
+                    f"a node to join the cluster at {self.address}", limit_s, "Start one: dtorch-launch agent"
+                )
+            self.check_open()
+            return list(self._state.nodes.values())
+
+    def devices(self) -> list[int]:
+        """The ids of all devices of the cluster that are there."""
+        with self._changed:
+            return sorted(d for node in self._state.nodes.values() for d in node.devices)
+
+    # ---- definitions ----
+
+    def define_mesh(self, mesh: DeviceMesh) -> int:
+        """The number of a mesh; the cluster is told of it on first use.
+
+        Raises:
+            MeshError: it names devices that the cluster does not have, or of another type.
+            NodeLost: one of its devices is gone.
+        """
+        number = mesh_id(mesh)
+        if number not in self._defined_meshes:
+            with self._changed:
+                self.check_open()
+                self._check_devices(mesh)
+                if number not in self._defined_meshes:
+                    self._send(DefineMesh(mesh=mesh_to_record(mesh, number)))
+                    self._defined_meshes.add(number)
+        return number
+
+    def _check_devices(self, mesh: DeviceMesh) -> None:
+        types = {d: node.device_type for node in self._state.nodes.values() for d in node.devices}
+        for device in mesh.devices:
+            if device in self._state.lost:
+                raise self._error_of(self._state.lost[device])
+            if device not in types:
+                raise MeshError(
+                    f"{mesh!r} names device {device}; the cluster at {self.address} has the devices "
+                    f"{sorted(types)}. Use those, or start more: dtorch.init(devices_per_node=...) or dtorch-launch"
+                )
+            if types[device] != mesh.device_type:
+                raise MeshError(f"{mesh!r} names device {device}, which is a {types[device]!r} device")
+
+    def define_template(self, record: TemplateRecord) -> int:
+        """The number of a template, whatever ``template_id`` says; equal ones have one number."""
+        key = encode(DefineTemplates(templates=[record]))
+        with self._changed:
+            number = self._templates.get(key)
+            if number is None:
+                self.check_open()
+                number = len(self._templates) + 1
+                self._send(DefineTemplates(templates=[_numbered(record, number)]))
+                self._templates[key] = number
+        return number
+
+    # ---- sending ----
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be used."""
+        return self._end is None
+
+    def check_open(self) -> None:
+        """Raises SessionClosed, ControllerLost or ForkError when the session is over."""
+        if self._end is not None:
+            raise self._end()
+
+    def has_room(self, num_ops: int) -> bool:
+        """Whether a batch may be sent without waiting."""
+        return self._end is None and self._state.has_room(num_ops, 0)
+
+    def wait_for_room(self, num_ops: int, num_bytes: int) -> None:
+        """Block while too much is outstanding.
+
+        Raises:
+            ClusterTimeout: no progress for ``wait_timeout_s``.
+            ControllerLost, SessionClosed, ForkError: the session is over.
+        """
+        if self._end is None and self._state.has_room(num_ops, num_bytes):
+            return
+        limit_s = self.settings.wait_timeout_s
+        with self._changed:
+            state = self._state
+            seen, deadline_s = state.acknowledged_seq, time.monotonic() + limit_s
+            while True:
+                self.check_open()
+                if state.has_room(num_ops, num_bytes):
+                    return
+                if state.acknowledged_seq != seen:
+                    seen, deadline_s = state.acknowledged_seq, time.monotonic() + limit_s
+                if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                    raise ClusterTimeout(
+                        "room for more ops",
+                        limit_s,
+                        f"{state.num_ops} ops and {state.num_bytes} bytes are outstanding, and none finished",
+                    )
+
+    def batch_begun(self) -> None:
+        """A graph has ops to send from now on."""
+        if self._is_idle:
+            self._is_idle = False
+            self._link.wake()
+
+    def send_ops(self, graph_id: int, frame: bytes, num_ops: int) -> int:
+        """Send a batch; returns its number."""
+        with self._changed:
+            self.check_open()
+            seq = self._state.issue(num_ops, 0)
+            self._send(Ops(seq=seq, graph_id=graph_id), frame)
+        return seq
+
+    def upload(self, value_id: int, devices: Sequence[int], tensor: Any) -> int:
+        """Send a contiguous CPU tensor as the local piece of each of ``devices``; returns the last number."""
+        data = bytes_of(tensor)
+        dtype, shape, seq = dtype_name(tensor.dtype), list(tensor.shape), 0
+        for offset, chunk in chunks(data, self.settings.chunk_bytes):
+            self.wait_for_room(0, len(chunk))
+            with self._changed:
+                self.check_open()
+                seq = self._state.issue(0, len(chunk))
+                message = Upload(
+                    seq=seq,
+                    value_id=value_id,
+                    devices=list(devices),
+                    dtype=dtype,
+                    shape=shape,
+                    offset_bytes=offset,
+                    total_bytes=len(data),
+                )
+                self._send(message, chunk)
+        return seq
+
+    def _send(self, message: Any, *payload: bytes) -> None:
+        """The lock is held."""
+        try:
+            self._link.send([encode(message), *payload], self.settings.wait_timeout_s)
+        except TransportError as error:
+            self.check_open()
+            raise ControllerLost(self.address, str(error)) from error
+
+    # ---- waiting ----
+
+    def fetch(self, handle: Handle, spec: Spec) -> TensorFuture:
+        """Ask for a value. Everything that its graph has issued is sent first."""
+        handle.graph.flush()
+        gathering = plan_gathering(spec.shape, spec.layout, spec.dtype.itemsize)
+        future = TensorFuture(
+            spec,
+            lambda: f"the value of {handle.origin} issued at {describe(handle.location)}",
+            self.settings.wait_timeout_s,
+        )
+        with self._changed:
+            self.check_open()
+            fetch_id, requests, actions = self._state.start_fetch(gathering.devices)
+            self._waiting[fetch_id] = future
+            for request_id, device in requests:
+                self._send(Fetch(request_id=request_id, value_id=handle.value_id, device=device))
+        self._carry_out(actions)
+        return future
+
+    def sync_after(self, seq: int, what: str) -> SyncFuture:
+        """Ready when the messages up to ``seq`` have been run everywhere."""
+        future = SyncFuture(lambda: what, self.settings.wait_timeout_s, self.raise_unfetched)
+        with self._changed:
+            self.check_open()
+            sync_id, actions = self._state.start_sync(seq)
+            self._waiting[sync_id] = future
+        self._carry_out(actions)
+        return future
+
+    def sync_all(self, timeout_s: float | None = None) -> None:
+        """Send what every graph holds, and wait until all of it has run.
+
+        Raises:
+            ClusterTimeout, ControllerLost, SessionClosed: as for any wait.
+        """
+        with self._changed:
+            graphs = list(self._graphs.values())
+        seq = max((graph.flush() for graph in graphs), default=0)
+        self.sync_after(seq, f"{self!r} to finish its ops").wait(timeout_s)
+
+    def raise_unfetched(self) -> None:
+        """Raise the oldest failure that nobody has seen, if there is one."""
+        with self._changed:
+            failure = self._state.take_unfetched()
+        if failure is not None:
+            raise self._error_of(failure)
+
+    def unfetched_errors(self) -> list[DTorchError]:
+        """The failures that nobody has seen; they count as seen from now on."""
+        errors = []
+        with self._changed:
+            while (failure := self._state.take_unfetched()) is not None:
+                errors.append(self._error_of(failure))
+        return errors
+
+    def _error_of(self, failure: FailureRecord) -> DTorchError:
+        if failure.kind == "node":
+            return NodeLost(failure.node, failure.message)
+        if failure.kind == "op":
+            remote = RemoteFailure(
+                op=failure.op,
+                device=failure.device,
+                node=failure.node,
+                error_type=failure.error_type,
+                message=failure.message,
+                traceback=failure.traceback,
+            )
+            return RemoteOpError(remote, describe(failure.location_id))
+        return InternalError(f"{failure.op} on device {failure.device}: {failure.message}\n{failure.traceback}")
+
+    def _raised(self, failure: FailureRecord) -> DTorchError:
+        with self._changed:
+            self._state.mark_raised(failure.failure_id)
+        return self._error_of(failure)
+
+    # ---- the I/O thread ----
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._is_idle = not self._flush_old()
+            if self._is_idle and self._any_batch():  # begun between the two, and nobody will wake us
+                self._is_idle = False
+            try:
+                messages = self._link.receive(_IDLE_WAIT_S if self._is_idle else self.settings.batch_age_s)
+            except TransportError as error:
+                self.lost(str(error))
+                return
+            for message in messages:
+                self._receive(message)
+
+    def _receive(self, message: Sequence[Any]) -> None:
+        try:
+            event = decode_to_client(message[0])
+        except MalformedMessage as error:
+            _logger.warning("dropped a message of the controller: %s", error)
+            return
+        payload = message[1] if len(message) > 1 else b""
+        with self._changed:
+            actions = self._state.handle(event, payload)
+            if self.settings.check:
+                self._state.validate()
+        self._carry_out(actions)
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case FetchDone():
+                    future = self._pop_waiting(action.fetch_id)
+                    if isinstance(future, TensorFuture):
+                        future.deliver(action.pieces)
+                case FetchMissed():
+                    self._fail(action.fetch_id, action.failure)
+                case SyncReached():
+                    reached = self._pop_waiting(action.sync_id)
+                    if reached is not None:
+                        reached.finish()
+                case RoomFreed():
+                    with self._changed:
+                        self._changed.notify_all()
+                case ControllerGone():
+                    self._end_with(lambda reason=action.reason: ControllerLost(self.address, reason))
+
+    def _pop_waiting(self, number: int) -> ClusterFuture[Any] | None:
+        with self._changed:
+            return self._waiting.pop(number, None)
+
+    def _fail(self, fetch_id: int, failure: FailureRecord) -> None:
+        future = self._pop_waiting(fetch_id)
+        if future is not None:
+            future.finish(lambda: self._raised(failure))
+
+    def _any_batch(self) -> bool:
+        return any(graph.words for graph in list(self._graphs.values()))
+
+    def _flush_old(self) -> bool:
+        """Send the batches that are old enough. False when there is nothing to watch."""
+        limit_s = time.monotonic() - self.settings.batch_age_s
+        is_busy = False
+        for graph in list(self._graphs.values()):
+            is_busy |= graph.flush_if_older(limit_s)
+        return is_busy
+
+    # ---- the end ----
+
+    def lost(self, reason: str) -> None:
+        """The controller is gone; for any thread. Every wait, and every later use, raises ControllerLost."""
+        with self._changed:
+            actions = self._state.handle(PeerLost(reason))
+        self._carry_out(actions)
+
+    def end(self, make_error: Callable[[], DTorchError]) -> None:
+        """Nothing is sent any more; every wait, and every later use, raises what ``make_error`` makes."""
+        self._end_with(make_error)
+
+    def _end_with(self, make_error: Callable[[], DTorchError]) -> None:
+        with self._changed:
+            if self._end is None:
+                self._end = make_error
+            waiting, self._waiting = self._waiting, {}
+            self.entries.clear()
+            self._changed.notify_all()
+        for future in waiting.values():
+            future.finish(self._end)
+
+    def close(self) -> None:
+        """Say goodbye, end the thread, close the link. May be called twice."""
+        with self._changed:
+            is_open = self._end is None
+            if is_open:
+                self._link.send([encode(ClientBye())], self.settings.stop_timeout_s)
+        self._end_with(
+            lambda: SessionClosed(
+                "the session of this tensor was closed by dtorch.shutdown() or the end of dtorch.connect(); "
+                "fetch values before that, or keep the session open"
+            )
+        )
+        self._is_stopping = True
+        self._link.close(flush_s=self.settings.stop_timeout_s if is_open else 0.0)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self.settings.stop_timeout_s)
+
+    def abandon(self, make_error: Callable[[], DTorchError]) -> None:
+        """In a forked child: the thread and the link are the parent's. Touch neither, take no lock."""
+        self._end = make_error
+        self.entries.clear()
+
+    def __repr__(self) -> str:
+        return f"<Session {self.number} at {self.address}>"
+
+
+def _numbered(record: TemplateRecord, number: int) -> TemplateRecord:
+    return TemplateRecord(
+        number,
+        record.op,
+        record.args,
+        record.kwargs,
+        record.num_inputs,
+        record.num_outputs,
+        record.num_scalars,
+        record.mesh_ids,
+        record.mutates,
+    )

@@ -1,0 +1,355 @@
+"""One ATen call -> one op: look the call up by the specs and constants of its arguments, plan it on a miss, issue it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtorch.graph import FREE_BATCH, Graph, Handle
+from dtorch.issue import DEVICE, Entry, issue, make_entry, make_symbol, upload
+from dtorch.location import capture, known
+from dtorch.plan import NewOutput, OpPlan
+from dtorch.propagate import propagate
+from dtorch.spec import Spec
+from dtorch_runtime.errors import MixedTensorError
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.placement import Partial, Replicate
+
+aten = torch.ops.aten
+_get_frame = sys._getframe
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_NONE = type(None)
+#: Constants whose equality is that of what an op does with them, given their type.
+_PLAIN = frozenset((int, bool, str, _NONE, torch.dtype, torch.device, torch.layout, torch.memory_format))
+#: The cache is emptied when it has grown to this: a decode loop makes new shapes at every token.
+_MAX_ENTRIES = 100_000
+
+#: Calls that are no op of the cluster, or more than one: they come here before propagation.
+Special = Callable[[type[torch.Tensor], Any, tuple[Any, ...], dict[str, Any], int], Any]
+SPECIAL: dict[Any, Special] = {}
+
+
+def dispatch(
+    cls: type[torch.Tensor],
+    func: Any,
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """``Tensor.__torch_dispatch__``. The first half is the path of every op of a loop: keep it short.
+
+    Raises:
+        PlacementError, MeshError, UnsupportedError: as ``propagate``.
+        MixedTensorError: a plain tensor with data is among the arguments.
+        ControllerLost, SessionClosed, ForkError: the session of the tensors is over.
+    """
+    key: list[Any] = [id(func)]
+    tensors: list[Any] = []
+    for value in args:
+        kind = type(value)
+        if kind is cls:
+            key.append(value._spec)
+            tensors.append(value)
+        elif kind in _PLAIN:
+            key.append(kind)
+            key.append(value)
+        else:
+            _add_to_key(cls, value, key, tensors)
+    if kwargs:
+        for name, value in kwargs.items():
+            key.append(name)
+            _add_to_key(cls, value, key, tensors)
+    frame = _get_frame(1)
+    location = known.get((id(frame.f_code), frame.f_lasti))
+    if not tensors:
+        return _dispatch_slowly(cls, func, args, kwargs or {}, None, location or capture(frame))
+    graph: Graph = tensors[0]._handle.graph
+    if location is None:
+        location = capture(frame, graph.thread_id)
+    entry: Entry | None = graph.entries.get(tuple(key))
+    if entry is None:
+        return _dispatch_slowly(cls, func, args, kwargs or {}, (tuple(key), tensors, graph), location)
+    if not entry.is_simple:
+        return _issue_entry(cls, entry, tuple(key), (func, args, kwargs or {}), graph, tensors, location)
+    record = [entry.template, location]
+    for tensor in tensors:
+        handle = tensor._handle
+        if handle.graph is not graph:
+            return issue(cls, entry, graph, tensors, location)
+        record.append(handle.value_id)
+    value_id = graph.new_value_id()
+    record.append(value_id)
+    with graph.lock:
+        words = graph.words
+        is_first = not words
+        if len(graph.dropped) >= FREE_BATCH:
+            graph.free_dropped()
+        words += record
+        graph.num_ops += 1
+        if is_first:
+            graph.begin_batch()
+        elif graph.num_ops >= graph.max_ops:
+            graph.send_batch()
+    result: Any = _make_wrapper(cls, entry.shape, strides=entry.stride, dtype=entry.dtype, device=DEVICE)
+    result._spec = entry.spec
+    result._handle = Handle(graph, value_id, entry, location)
+    return result
+
+
+def _add_to_key(cls: type[torch.Tensor], value: Any, key: list[Any], tensors: list[Any]) -> None:
+    kind = type(value)
+    if kind is cls:
+        key.append(value._spec)
+        tensors.append(value)
+    elif kind is list or kind is tuple:
+        # The length ends the ambiguity between [a], [b] and [a, b].
+        key.append(len(value))
+        for item in value:
+            _add_to_key(cls, item, key, tensors)
+    else:
+        key.append(kind)
+        # 0.0 equals -0.0 but means something else, and nan does not equal itself.
+        key.append(value if kind in _PLAIN or (kind is float and value == value and value) else repr(value))
+
+
+def _issue_entry(
+    cls: type[torch.Tensor],
+    entry: Entry,
+    key: tuple[Any, ...],
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]],
+    graph: Graph,
+    tensors: list[Any],
+    location: int,
+) -> Any:
+    if entry.default_dtype is not None and entry.default_dtype is not torch.get_default_dtype():
+        func, args, kwargs = call
+        return _dispatch_slowly(cls, func, args, kwargs, (key, tensors, graph), location)
+    return issue(cls, entry, graph, tensors, location)
+
+
+# ---- the miss path ----
+
+
+def _dispatch_slowly(
+    cls: type[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known_call: tuple[tuple[Any, ...], list[Any], Graph] | None,
+    location: int,
+) -> Any:
+    special = SPECIAL.get(func)
+    if special is not None:
+        result = special(cls, func, args, kwargs, location)
+        if result is not NotImplemented:
+            return result
+    if known_call is None:
+        return make(cls, func, args, kwargs, None, location)
+    key, tensors, graph = known_call
+    graph.session.check_open()
+    if any(_is_plain_tensor(cls, value) for value in _flat((args, kwargs))):
+        args, kwargs = _bring_in(cls, func, args, kwargs, graph, tensors, location)
+        return dispatch(cls, func, (), args, kwargs)
+    plan = propagate(func, _to_specs(cls, args), _to_specs(cls, kwargs))
+    entry = make_entry(graph.session, plan, func, len(tensors), _dtype_dependence(plan, tensors))
+    if len(graph.entries) >= _MAX_ENTRIES:
+        graph.entries.clear()
+    graph.entries[key] = entry
+    return issue(cls, entry, graph, tensors, location)
+
+
+def make(
+    cls: type[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layout: Layout | None,
+    location: int,
+) -> Any:
+    """A call without tensors: makes a tensor with ``layout``, or replicated on the default mesh.
+
+    The graph is the thread's current one.
+    """
+    graph = Graph.default_graph()
+    if layout is None:
+        mesh = graph.default_mesh
+        layout = Layout(mesh, (Replicate(),) * mesh.ndim)
+    default_dtype = torch.get_default_dtype()
+    key: list[Any] = [id(func), layout, default_dtype]
+    _add_to_key(cls, args, key, [])
+    for name, value in kwargs.items():
+        key.append(name)
+        _add_to_key(cls, value, key, [])
+    entry = graph.entries.get(tuple(key))
+    if entry is None:
+        graph.session.check_open()
+        plan = propagate(func, args, kwargs, default_layout=layout)
+        entry = graph.entries[tuple(key)] = make_entry(graph.session, plan, func, 0)
+    return issue(cls, entry, graph, (), location)
+
+
+def _to_specs(cls: type[torch.Tensor], value: Any) -> Any:
+    kind = type(value)
+    if kind is cls:
+        return value._spec
+    if kind is list or kind is tuple:
+        return kind(_to_specs(cls, item) for item in value)
+    if kind is dict:
+        return {name: _to_specs(cls, item) for name, item in value.items()}
+    return value
+
+
+def _dtype_dependence(plan: OpPlan, tensors: list[Any]) -> torch.dtype | None:
+    """The default dtype, when results of this plan have it because no input is a floating point one."""
+    if any(_is_inexact(tensor._spec) for tensor in tensors):
+        return None
+    is_inexact = any(_is_inexact(output.spec) for output in plan.outputs if isinstance(output, NewOutput))
+    return torch.get_default_dtype() if is_inexact else None
+
+
+def _is_inexact(spec: Spec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+# ---- plain tensors among the arguments ----
+
+#: Arguments that torch takes from the CPU beside tensors of another device: they are uploaded.
+_TAKES_CPU_INDICES = frozenset(
+    {
+        aten.index.Tensor,
+        aten.index_put.default,
+        aten.index_put_.default,
+        aten._index_put_impl_.default,
+    }
+)
+
+
+def _is_plain_tensor(cls: type[torch.Tensor], value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) is not cls
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _flat(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _flat(item)]
+    return [value]
+
+
+def _bring_in(
+    cls: type[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    graph: Graph,
+    tensors: list[Any],
+    location: int,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with CPU scalars as numbers, and CPU indices uploaded.
+
+    Raises:
+        MixedTensorError: a plain tensor of another kind.
+    """
+
+    def bring(value: Any, is_index: bool) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(bring(item, is_index) for item in value)
+        if not _is_plain_tensor(cls, value):
+            return value
+        if value.dim() == 0 and value.device.type == "cpu" and not is_index:
+            return value.item()
+        if is_index and value.device.type == "cpu":
+            layout = tensors[0]._spec.layout
+            whole = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim)
+            return upload(cls, graph, value, whole, location)
+        raise _mixed(func, value, tensors[0])
+
+    takes_indices = func in _TAKES_CPU_INDICES
+    new_args = tuple(bring(value, takes_indices and position == 1) for position, value in enumerate(args))
+    return new_args, {name: bring(value, False) for name, value in kwargs.items()}
+
+
+def _mixed(func: Any, value: torch.Tensor, beside: Any) -> MixedTensorError:
+    name = str(func).removeprefix("aten.")
+    spec: Spec = beside._spec
+    return MixedTensorError(
+        f"{name} got a plain tensor of shape {list(value.shape)} on {value.device} beside a dtorch tensor "
+        f"({spec}). Write t.to('dtorch'), or dtorch.from_torch(t, device_mesh=x.device_mesh, placements=...), "
+        f"to compute on the cluster; or x.cpu() to compute here. Only 0-dim CPU tensors mix"
+    )
+
+
+# ---- calls that are no op of the cluster ----
+
+
+def special(*overloads: Any) -> Callable[[Special], Special]:
+    """Register a function for overloads that ``dispatch`` must not plan. NotImplemented goes on to planning."""
+
+    def register(function: Special) -> Special:
+        SPECIAL.update(dict.fromkeys(overloads, function))
+        return function
+
+    return register
+
+
+@special(aten._local_scalar_dense.default)
+def _item(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    return fetched(args[0]).item()
+
+
+@special(aten._to_copy.default)
+def _to_copy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    source = args[0]
+    device = kwargs.get("device")
+    rest = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "layout")}
+    if type(source) is not cls:
+        rest.pop("pin_memory", None)
+        local = aten._to_copy.default(source, **rest) if rest else source
+        graph = Graph.default_graph()
+        mesh = graph.default_mesh
+        return upload(cls, graph, local, Layout(mesh, (Replicate(),) * mesh.ndim), location)
+    if device is not None and device.type != "dtorch":
+        return fetched(source).to(device=device, **rest)
+    return NotImplemented
+
+
+@special(aten.copy_.default)
+def _copy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    target, source = args[0], args[1]
+    if type(target) is not cls:
+        return target.copy_(fetched(source))
+    if type(source) is cls:
+        return NotImplemented
+    spec: Spec = target._spec
+    local = source.detach().to(device="cpu", dtype=spec.dtype).expand(spec.shape)
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.layout.placements)
+    on_cluster = upload(cls, target._handle.graph, local, Layout(spec.layout.mesh, placements), location)
+    return dispatch(cls, func, (), (target, on_cluster), kwargs)
+
+
+@special(aten.is_pinned.default)
+def _is_pinned(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    return False
+
+
+@special(aten.equal.default)
+def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    first, second = args
+    if first.shape != second.shape:
+        return False
+    if type(first) is not cls or type(second) is not cls:
+        return torch.equal(*(fetched(value) if type(value) is cls else value for value in (first, second)))
+    return bool(aten.all.default(aten.eq.Tensor(first, second)))
+
+
+def fetched(tensor: Any) -> torch.Tensor:
+    """The value of a symbol, as a CPU tensor of global shape, waited for; autograd does not see it."""
+    return tensor._handle.graph.session.fetch(tensor._handle, tensor._spec).get()
+
+
+def alias(tensor: Any, spec: Spec) -> Any:
+    """Another symbol for the same value."""
+    return make_symbol(type(tensor), spec, tensor._handle)

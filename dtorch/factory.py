@@ -1,0 +1,399 @@
+"""Functions that make distributed tensors. Sizes, values and ids are global, whatever the placements."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtorch.dispatch import make
+from dtorch.graph import Graph
+from dtorch.issue import upload
+from dtorch.location import capture
+from dtorch.tensor import Tensor
+from dtorch_runtime.errors import MeshError, UnsupportedError
+from dtorch_runtime.ir.layout import Layout, resolve_placements
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Partial, Placement, Replicate
+
+aten = torch.ops.aten
+_Placements = Sequence[Placement] | None
+
+
+def _layout(device_mesh: DeviceMesh | None, placements: _Placements, ndim: int) -> Layout:
+    mesh = Graph.default_graph().default_mesh if device_mesh is None else device_mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"device_mesh takes a DeviceMesh, got {mesh!r}")
+    return Layout(mesh, resolve_placements(placements, mesh, ndim))
+
+
+def _make(
+    func: Any,
+    args: tuple[Any, ...],
+    ndim: int,
+    dtype: torch.dtype | None,
+    device_mesh: DeviceMesh | None,
+    placements: _Placements,
+    requires_grad: bool,
+) -> Tensor:
+    layout = _layout(device_mesh, placements, ndim)
+    whole = _without_partial(layout)
+    kwargs = {} if dtype is None else {"dtype": dtype}
+    made: Tensor = make(Tensor, func, args, kwargs, whole, capture(sys._getframe(1)))
+    if whole != layout:
+        made = made.redistribute(layout.mesh, layout.placements)
+    return made.requires_grad_() if requires_grad else made
+
+
+def _without_partial(layout: Layout) -> Layout:
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    return Layout(layout.mesh, placements)
+
+
+def _size(size: tuple[Any, ...]) -> list[int]:
+    """``f(2, 3)`` and ``f((2, 3))`` alike."""
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = tuple(size[0])
+    return [int(n) for n in size]
+
+
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A tensor of global ``size`` whose values are whatever was in memory.
+
+    Args:
+        size: ints, or one sequence of ints.
+        dtype: torch's default dtype when None.
+        device_mesh: the graph's default mesh when None.
+        placements: one for each axis of the mesh; Replicate() when None.
+        requires_grad: whether autograd follows it.
+
+    Raises:
+        PlacementError: placements that do not fit the mesh or the size.
+        MeshError: devices that the cluster does not have.
+    """
+    shape = _size(size)
+    func = aten.empty.memory_format
+    return _make(func, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
+
+
+def zeros(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Zeros. Arguments and errors as ``empty``."""
+    shape = _size(size)
+    return _make(aten.zeros.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
+
+
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Ones. Arguments and errors as ``empty``."""
+    shape = _size(size)
+    return _make(aten.ones.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
+
+
+def rand(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Numbers from the uniform distribution on [0, 1), the same under every layout. Arguments and errors as ``empty``."""
+    shape = _size(size)
+    return _make(aten.rand.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
+
+
+def randn(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Numbers from the standard normal distribution, the same under every layout. Arguments and errors as ``empty``."""
+    shape = _size(size)
+    return _make(aten.randn.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: complex,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """``fill_value`` everywhere; without a dtype its type decides. Arguments and errors as ``empty``."""
+    shape = _size((size,))
+    return _make(
+        aten.full.default, (shape, fill_value), len(shape), dtype, device_mesh, placements, requires_grad
+    )
+
+
+def randint(
+    low: int,
+    high: int | Sequence[int] | None = None,
+    size: Sequence[int] | None = None,
+    *,
+    dtype: torch.dtype | None = torch.int64,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Integers from ``low`` (0 when one bound is given) up to but without ``high``, as ``torch.randint``.
+
+    ``randint(high, size)`` and ``randint(low, high, size)``. Other arguments and errors as ``empty``.
+    """
+    if size is None:
+        if high is None or isinstance(high, int):
+            raise TypeError("randint takes (high, size) or (low, high, size)")
+        low, high, size = 0, low, high
+    shape = _size((size,))
+    args = (low, high, shape)
+    return _make(aten.randint.low, args, len(shape), dtype, device_mesh, placements, requires_grad)
+
+
+def randperm(
+    n: int,
+    *,
+    dtype: torch.dtype | None = torch.int64,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A random permutation of ``range(n)``, the same under every layout. Arguments and errors as ``empty``."""
+    return _make(aten.randperm.default, (n,), 1, dtype, device_mesh, placements, requires_grad)
+
+
+def arange(
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """``start`` (0 when one bound is given) to ``end`` without it. Arguments and errors as ``empty``."""
+    first, last = (0, start) if end is None else (start, end)
+    func = aten.arange.start_step
+    return _make(func, (first, last, step), 1, dtype, device_mesh, placements, requires_grad)
+
+
+def linspace(
+    start: float,
+    end: float,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """``steps`` numbers from ``start`` to ``end``, both included. Arguments and errors as ``empty``."""
+    func = aten.linspace.default
+    return _make(func, (start, end, steps), 1, dtype, device_mesh, placements, requires_grad)
+
+
+def eye(
+    n: int,
+    m: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Ones on the diagonal of an ``n`` x ``m`` matrix (``n`` x ``n``). Arguments and errors as ``empty``."""
+    args = (n, n if m is None else m)
+    return _make(aten.eye.m, args, 2, dtype, device_mesh, placements, requires_grad)
+
+
+def _like(make_tensor: Any, args: tuple[Any, ...], like: torch.Tensor, options: dict[str, Any]) -> Tensor:
+    if isinstance(like, Tensor):
+        if options["device_mesh"] in (None, like.device_mesh):
+            options["device_mesh"] = like.device_mesh
+            if options["placements"] is None:
+                options["placements"] = _without_partial(like._spec.layout).placements
+    options["dtype"] = like.dtype if options["dtype"] is None else options["dtype"]
+    made: Tensor = make_tensor(like.shape, *args, **options)
+    return made
+
+
+def empty_like(
+    like: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Memory as it is, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
+    options = {
+        "dtype": dtype,
+        "device_mesh": device_mesh,
+        "placements": placements,
+        "requires_grad": requires_grad,
+    }
+    return _like(empty, (), like, options)
+
+
+def zeros_like(
+    like: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Zeros, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
+    options = {
+        "dtype": dtype,
+        "device_mesh": device_mesh,
+        "placements": placements,
+        "requires_grad": requires_grad,
+    }
+    return _like(zeros, (), like, options)
+
+
+def ones_like(
+    like: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Ones, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
+    options = {
+        "dtype": dtype,
+        "device_mesh": device_mesh,
+        "placements": placements,
+        "requires_grad": requires_grad,
+    }
+    return _like(ones, (), like, options)
+
+
+def rand_like(
+    like: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Uniform random numbers, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
+    options = {
+        "dtype": dtype,
+        "device_mesh": device_mesh,
+        "placements": placements,
+        "requires_grad": requires_grad,
+    }
+    return _like(rand, (), like, options)
+
+
+def randn_like(
+    like: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Normal random numbers, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
+    options = {
+        "dtype": dtype,
+        "device_mesh": device_mesh,
+        "placements": placements,
+        "requires_grad": requires_grad,
+    }
+    return _like(randn, (), like, options)
+
+
+def full_like(
+    like: torch.Tensor,
+    fill_value: complex,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """``fill_value`` everywhere, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
+    options = {
+        "dtype": dtype,
+        "device_mesh": device_mesh,
+        "placements": placements,
+        "requires_grad": requires_grad,
+    }
+    return _like(full, (fill_value,), like, options)
+
+
+def tensor(
+    data: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A tensor from numbers and nested lists, as ``torch.tensor``. Arguments and errors as ``from_torch``."""
+    local = torch.tensor(data, dtype=dtype, device="cpu")
+    return from_torch(local, device_mesh=device_mesh, placements=placements, requires_grad=requires_grad)
+
+
+def from_torch(
+    tensor: torch.Tensor,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    placements: _Placements = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A distributed copy of a plain tensor of global shape. Each device is sent its own piece only.
+
+    Args:
+        tensor: a strided tensor; one of dtorch's own is redistributed.
+        device_mesh: the graph's default mesh when None.
+        placements: one for each axis of the mesh; Replicate() when None.
+        requires_grad: whether autograd follows the copy. It never follows where it came from; ``t.to("dtorch")``
+            is differentiable.
+
+    Raises:
+        PlacementError: placements that do not fit the mesh or the tensor.
+        MeshError: devices that the cluster does not have.
+        UnsupportedError: the tensor is sparse or has no data.
+    """
+    layout = _layout(device_mesh, placements, tensor.dim())
+    if isinstance(tensor, Tensor):
+        made = tensor.detach().redistribute(layout.mesh, layout.placements)
+        return made.requires_grad_() if requires_grad else made
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise UnsupportedError(
+            f"from_torch takes a strided tensor with data, got one with layout {tensor.layout} on {tensor.device}; "
+            f"write t.to_dense() for a sparse one"
+        )
+    whole = _without_partial(layout)
+    graph = Graph.default_graph()
+    made = upload(Tensor, graph, tensor.to("cpu"), whole, capture(sys._getframe(1)))
+    if whole != layout:
+        made = made.redistribute(layout.mesh, layout.placements)
+    return made.requires_grad_() if requires_grad else made

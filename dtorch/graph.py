@@ -1,0 +1,210 @@
+"""``Graph``: one stream of ops, its default mesh, and the life of the values that it makes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dtorch.future import SyncFuture
+from dtorch_runtime.errors import MeshError
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.stream import FREE, pack
+from dtorch_runtime.transport.interrupts import DeferredInterrupts
+
+if TYPE_CHECKING:  # a session makes graphs
+    from dtorch.connection import Session
+
+#: Dropped values are told to the cluster when so many are pending, or with the next batch.
+FREE_BATCH = 16
+
+
+class Handle:
+    """One value on the cluster. Symbols that stand for the same value share it; with the last one it is freed."""
+
+    __slots__ = ("__weakref__", "graph", "location", "origin", "value_id")
+
+    def __init__(self, graph: Graph, value_id: int, origin: Any, location: int) -> None:
+        self.graph = graph
+        self.value_id = value_id
+        #: What made it; ``str()`` of it is the name of the op.
+        self.origin = origin
+        self.location = location
+
+    def __del__(self) -> None:
+        # May run at any point of any thread, also inside the methods of Graph: it takes no lock.
+        self.graph.dropped.append(self.value_id)
+
+
+class Graph:
+    """An independent stream of ops. Ops of one graph run in order; graphs run concurrently.
+
+    An op belongs to the graph of its tensors, or, when it has none, to the current graph of the thread:
+    the innermost ``with graph:``, else ``Graph.default_graph()``. Any thread may issue on any graph.
+    """
+
+    def __init__(self, session: Session | None = None) -> None:
+        if session is None:
+            from dtorch.cluster import current_session  # a session makes graphs
+
+            session = current_session()
+        self.session = session
+        self.graph_id = session.next_graph_id()
+        #: The session's cache: key of a call -> what to do. Empty once the session is over.
+        self.entries = session.entries
+        self.new_value_id = session.new_value_id
+        self.lock = threading.Lock()
+        #: Guarded by the lock: the batch to come, and the ops in it.
+        self.words: list[int] = []
+        self.num_ops = 0
+        self.max_ops = session.settings.batch_ops
+        #: When the oldest op of the batch was issued, and by which thread.
+        self.started_s = 0.0
+        self.thread_id = threading.get_ident()
+        #: The number of the last message sent.
+        self.last_seq = 0
+        #: Ids of values without a symbol, which the cluster still holds.
+        self.dropped: list[int] = []
+        self._meshes: list[DeviceMesh] = []
+        self._outer: list[Graph | None] = []
+        session.add_graph(self)
+
+    @staticmethod
+    def default_graph() -> Graph:
+        """The graph of this thread in the current session; the first use starts one."""
+        from dtorch.cluster import current_session  # a session makes graphs
+
+        return current_session().default_graph()
+
+    @property
+    def default_mesh(self) -> DeviceMesh:
+        """The mesh of tensors made without one: the innermost guard's, else all devices of the cluster."""
+        return self._meshes[-1] if self._meshes else self.session.whole_mesh()
+
+    @contextmanager
+    def device_mesh_guard(self, mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+        """Inside, tensors made without a mesh live on ``mesh``.
+
+        Raises:
+            MeshError: it is not a mesh, or names devices that the cluster does not have.
+        """
+        if not isinstance(mesh, DeviceMesh):
+            raise MeshError(f"device_mesh_guard takes a DeviceMesh, got {mesh!r}")
+        self.session.define_mesh(mesh)
+        self._meshes.append(mesh)
+        try:
+            yield mesh
+        finally:
+            self._meshes.pop()
+
+    def __enter__(self) -> Graph:
+        self._outer.append(self.session.set_current_graph(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.session.set_current_graph(self._outer.pop())
+
+    # ---- issuing ----
+
+    def append(
+        self,
+        template: int,
+        location: int,
+        inputs: Sequence[int],
+        num_outputs: int,
+        scalars: Sequence[int] = (),
+    ) -> list[int]:
+        """Issue one op; returns the ids of its outputs. May block, when too much is outstanding.
+
+        Raises:
+            ClusterTimeout: there was no room for more ops and no progress.
+            ControllerLost, SessionClosed: the session is over.
+        """
+        outputs = [self.new_value_id() for _ in range(num_outputs)]
+        with self.lock:
+            if not self.words:
+                self.begin_batch()
+            if len(self.dropped) >= FREE_BATCH:
+                self.free_dropped()
+            self.words.extend((template, location, *inputs, *outputs, *scalars))
+            self.num_ops += 1
+            if self.num_ops >= self.max_ops:
+                self.send_batch()
+        return outputs
+
+    def begin_batch(self) -> None:
+        """The first op of a batch is about to be appended. The lock is held."""
+        self.started_s = time.monotonic()
+        self.thread_id = threading.get_ident()
+        self.session.batch_begun()
+
+    def free_dropped(self) -> None:
+        """Append a FREE record. The lock is held."""
+        count = len(self.dropped)
+        self.words.append(FREE)
+        self.words.append(count)
+        self.words.extend(self.dropped[:count])
+        del self.dropped[:count]
+
+    def send_batch(self) -> None:
+        """Send what was appended, after waiting for room. The lock is held."""
+        if self.dropped:
+            self.free_dropped()
+        if not self.words:
+            return
+        self.session.wait_for_room(self.num_ops, 0)
+        with DeferredInterrupts():
+            self._send_now()
+
+    def _send_now(self) -> None:
+        words, self.words = self.words, []
+        num_ops, self.num_ops = self.num_ops, 0
+        self.last_seq = self.session.send_ops(self.graph_id, pack(words), num_ops)
+
+    def flush(self) -> int:
+        """Send what was appended; returns the number of the last message.
+
+        Raises:
+            ClusterTimeout, ControllerLost, SessionClosed: as ``append``.
+        """
+        with self.lock:
+            self.send_batch()
+            return self.last_seq
+
+    def flush_if_older(self, than_s: float) -> bool:
+        """Send a batch begun before ``than_s`` if that needs no waiting. False when nothing is left to send."""
+        if not self.lock.acquire(blocking=False):
+            return True  # its thread is issuing right now
+        try:
+            if self.words and self.started_s <= than_s and self.session.has_room(self.num_ops):
+                self._send_now()
+            return bool(self.words)
+        finally:
+            self.lock.release()
+
+    # ---- waiting ----
+
+    def sync(self, timeout_s: float | None = None) -> None:
+        """Wait until every op of this graph has run.
+
+        Args:
+            timeout_s: longest wait in seconds; the setting ``wait_timeout_s`` when None.
+
+        Raises:
+            RemoteOpError: an op failed and nobody has fetched what depends on it; the oldest such failure.
+            NodeLost: a node was lost and no fetch has said so.
+            ClusterTimeout, ControllerLost, SessionClosed: as for any wait.
+        """
+        self.sync_async().get(timeout_s)
+
+    def sync_async(self) -> SyncFuture:
+        """As ``sync``, to be awaited (or ``.get()``)."""
+        return self.session.sync_after(self.flush(), f"graph {self.graph_id} to finish its ops")
+
+    def __repr__(self) -> str:
+        return f"<Graph {self.graph_id} of {self.session!r}>"

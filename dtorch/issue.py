@@ -1,0 +1,197 @@
+"""From a plan to records in the op stream, and to the symbols that the user gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtorch.graph import Graph, Handle
+from dtorch.meshes import layout_record
+from dtorch.plan import NewOutput, OpPlan, SameTensor, SameValue
+from dtorch.random import next_seed
+from dtorch.spec import Spec, contiguous_stride, intern_spec
+from dtorch.values import dtype_name
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
+
+if TYPE_CHECKING:  # the tensor's dispatch issues ops
+    from dtorch.connection import Session
+
+#: The one device. Its first name is used, because "dtorch" is known to torch only once ``backend`` is registered.
+DEVICE = torch.device("privateuseone:0")
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class Entry:
+    """A plan made ready for one session: what the cache of calls holds."""
+
+    __slots__ = (
+        "default_dtype",
+        "dtype",
+        "func",
+        "is_simple",
+        "num_new",
+        "plan",
+        "shape",
+        "spec",
+        "stride",
+        "template",
+    )
+
+    def __init__(self, plan: OpPlan, template: int, func: Any, default_dtype: torch.dtype | None) -> None:
+        self.plan = plan
+        self.template = template
+        #: The overload, kept because the cache knows it by ``id``. A string for ops that have none.
+        self.func = func
+        #: The default dtype that the plan depends on, or None.
+        self.default_dtype = default_dtype
+        new = [output.spec for output in plan.outputs if isinstance(output, NewOutput)]
+        self.num_new = len(new)
+        #: One op, one new tensor, nothing else to do: the path that has to be fast.
+        self.is_simple = (
+            plan.op is not None
+            and plan.returns == "one"
+            and len(new) == len(plan.outputs) == 1
+            and not plan.conversions
+            and not plan.num_seeds
+            and default_dtype is None
+        )
+        if self.is_simple:
+            self.spec = spec = new[0]
+            self.shape = spec.shape
+            self.stride = None if spec.stride == contiguous_stride(spec.shape) else spec.stride
+            self.dtype = spec.dtype
+
+    def __str__(self) -> str:
+        return str(self.func).removeprefix("aten.").partition(".")[0]
+
+
+def make_symbol(cls: type[torch.Tensor], spec: Spec, handle: Handle) -> Any:
+    """A tensor of the user's for a value of the cluster."""
+    symbol: Any = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE)
+    symbol._spec = spec
+    symbol._handle = handle
+    return symbol
+
+
+def make_entry(
+    session: Session, plan: OpPlan, func: Any, num_inputs: int, default_dtype: torch.dtype | None = None
+) -> Entry:
+    """Make a plan ready: its meshes and its template are known to the cluster afterwards.
+
+    Raises:
+        MeshError: a mesh names devices that the cluster does not have.
+        NodeLost: one of them is gone.
+    """
+    if plan.op is None:
+        return Entry(plan, 0, func, default_dtype)
+    new = [output.spec.layout for output in plan.outputs if isinstance(output, NewOutput)]
+    meshes = dict.fromkeys(layout.mesh for layout in (*plan.layouts, *new))
+    record = TemplateRecord(
+        template_id=0,
+        op=plan.op,
+        args=list(plan.args),
+        kwargs=dict(plan.kwargs),
+        num_inputs=num_inputs,
+        num_outputs=len(new),
+        num_scalars=plan.num_seeds,
+        mesh_ids=[session.define_mesh(mesh) for mesh in meshes],
+        mutates=list(plan.mutates),
+    )
+    return Entry(plan, session.define_template(record), func, default_dtype)
+
+
+def issue(cls: type[torch.Tensor], entry: Entry, graph: Graph, tensors: Sequence[Any], location: int) -> Any:
+    """Issue a planned call on its tensors and return what the user gets. ``tensors`` are in slot order."""
+    plan = entry.plan
+    if plan.conversions:
+        tensors = list(tensors)
+        for index, layout in plan.conversions:
+            tensors[index] = transfer(cls, tensors[index], layout, location)
+    handles = [tensor._handle for tensor in tensors]
+    foreign = {id(handle.graph): handle.graph for handle in handles if handle.graph is not graph}
+    for other in foreign.values():
+        other.flush()
+    ids: list[int] = []
+    if plan.op is not None:
+        seeds = [next_seed() for _ in range(plan.num_seeds)]
+        inputs = [handle.value_id for handle in handles]
+        ids = graph.append(entry.template, location, inputs, entry.num_new, seeds)
+        if foreign:
+            graph.flush()  # before the other graph can free what was just used
+    return _results(cls, entry, graph, tensors, ids, location)
+
+
+def _results(
+    cls: type[torch.Tensor], entry: Entry, graph: Graph, tensors: Sequence[Any], ids: list[int], location: int
+) -> Any:
+    results: list[Any] = []
+    new_ids = iter(ids)
+    for output in entry.plan.outputs:
+        match output:
+            case NewOutput(spec):
+                results.append(make_symbol(cls, spec, Handle(graph, next(new_ids), entry, location)))
+            case SameTensor(index):
+                results.append(tensors[index])
+            case SameValue(index, spec):
+                results.append(make_symbol(cls, spec, tensors[index]._handle))
+            case _:
+                results.append(None)
+    match entry.plan.returns:
+        case "one":
+            return results[0]
+        case "tuple":
+            return tuple(results)
+        case "list":
+            return results
+        case "none":
+            return None
+
+
+def transfer(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int) -> Any:
+    """Issue the redistribution of a tensor to ``layout``; autograd does not see it."""
+    spec: Spec = tensor._spec
+    graph: Graph = tensor._handle.graph
+    key = ("redistribute", spec, layout)
+    entry = graph.entries.get(key)
+    if entry is None:
+        graph.session.check_open()
+        argument = TransferArg(
+            shape=list(spec.shape),
+            dtype=dtype_name(spec.dtype),
+            source=layout_record(spec.layout),
+            target=layout_record(layout),
+        )
+        plan = OpPlan(
+            op="dtorch::redistribute",
+            args=(Slot(0), argument),
+            layouts=(spec.layout, layout),
+            outputs=(NewOutput(intern_spec(spec.shape, spec.dtype, layout)),),
+        )
+        entry = graph.entries[key] = make_entry(graph.session, plan, "redistribute", 1)
+    return issue(cls, entry, graph, (tensor,), location)
+
+
+def upload(
+    cls: type[torch.Tensor], graph: Graph, tensor: torch.Tensor, layout: Layout, location: int
+) -> Any:
+    """Bring a CPU tensor of global shape to the cluster; the layout has no partial axes.
+
+    Each device gets its piece only; equal pieces are sent once.
+    """
+    from dtorch.values import cut_pieces
+
+    session = graph.session
+    session.define_mesh(layout.mesh)
+    source = tensor.detach().resolve_conj().resolve_neg()
+    value_id = graph.new_value_id()
+    handle = Handle(graph, value_id, "from_torch", location)
+    # In the order of the graph, so that its FREE can never overtake the upload.
+    graph.flush()
+    for devices, piece in cut_pieces(source, layout):
+        seq = session.upload(value_id, devices, piece.contiguous())
+    with graph.lock:
+        graph.last_seq = max(graph.last_seq, seq)
+    return make_symbol(cls, intern_spec(tuple(tensor.shape), tensor.dtype, layout), handle)

@@ -1,0 +1,80 @@
+"""Where in the user's program an op was issued: captured as a small int, turned into text only for an error."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from types import CodeType, FrameType
+
+import torch
+
+UNKNOWN = 0
+
+#: Files below these folders are not the user's; neither is what Python makes up itself.
+_LIBRARY_PREFIXES = (
+    os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""),
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), ""),
+    "<frozen",
+)
+
+_lock = threading.Lock()
+#: (id of the code object, offset of the instruction) -> location id; UNKNOWN for a library's frame.
+#: Code objects hash and compare by content, slowly and without their file name, so they are keyed by id.
+known: dict[tuple[int, int], int] = {}
+#: Location id - 1 -> the place. It keeps the code object alive, so that no other gets its id.
+_places: list[tuple[CodeType, int]] = []
+_library_codes: dict[int, CodeType] = {}
+
+
+def capture(frame: FrameType | None, thread_id: int | None = None) -> int:
+    """The location of the innermost frame that is the user's, from ``frame`` outwards.
+
+    Autograd's own threads have no such frame: then that of ``thread_id`` counts, which called ``backward()``.
+    """
+    found = _search(frame)
+    if found == UNKNOWN and thread_id is not None and thread_id != threading.get_ident():
+        found = _search(sys._current_frames().get(thread_id))
+    return found
+
+
+def _search(frame: FrameType | None) -> int:
+    while frame is not None:
+        code = frame.f_code
+        if id(code) not in _library_codes:
+            place = (id(code), frame.f_lasti)
+            found = known.get(place)
+            if found is not None:
+                return found
+            if not _is_library(code):
+                return _intern(code, frame.f_lasti)
+            _library_codes[id(code)] = code
+        frame = frame.f_back
+    return UNKNOWN
+
+
+def _intern(code: CodeType, offset: int) -> int:
+    with _lock:
+        found = known.get((id(code), offset))
+        if found is None:
+            _places.append((code, offset))
+            found = known[id(code), offset] = len(_places)
+        return found
+
+
+def _is_library(code: CodeType) -> bool:
+    return code.co_filename.startswith(_LIBRARY_PREFIXES)
+
+
+def describe(location_id: int) -> str:
+    """``file:line in function: source text`` of a location that ``capture`` gave."""
+    if not 0 < location_id <= len(_places):
+        return "an unknown place"
+    code, offset = _places[location_id - 1]
+    line = next(
+        (number for start, stop, number in code.co_lines() if start <= offset < stop and number),
+        code.co_firstlineno,
+    )
+    source = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line} in {code.co_name}" + (f": {source}" if source else "")

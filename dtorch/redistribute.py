@@ -1,0 +1,102 @@
+"""``redistribute``: the only communication that a user writes. The identity on the global value."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from dtorch.dispatch import alias
+from dtorch.issue import transfer
+from dtorch.location import capture
+from dtorch_runtime.errors import MeshError, PlacementError
+from dtorch_runtime.ir.layout import Layout, resolve_placements
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Partial, Placement, Replicate
+
+
+class _Redistribute(torch.autograd.Function):
+    """Its gradient is the gradient of the identity: the same global value, held as the input is held."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, layout: Layout) -> Any:
+        ctx.source = tensor._spec.layout
+        return _move(tensor, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+        source: Layout = ctx.source
+        # The terms of a partial sum all have the gradient of the sum.
+        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in source.placements)
+        return _Redistribute.apply(gradient, Layout(source.mesh, placements)), None
+
+
+def redistribute(
+    tensor: Any, device_mesh: DeviceMesh | None, placements: Sequence[Placement] | None
+) -> Any:
+    """See ``Tensor.redistribute``."""
+    spec = tensor._spec
+    mesh = spec.layout.mesh if device_mesh is None else device_mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"redistribute(device_mesh=) takes a DeviceMesh, got {mesh!r}")
+    if placements is None:
+        if mesh.ndim != spec.layout.mesh.ndim:
+            raise PlacementError(
+                f"redistribute() to {mesh!r} needs placements: the tensor has {len(spec.layout.placements)} "
+                f"({spec.layout}) and the mesh {mesh.ndim} axes"
+            )
+        placements = spec.layout.placements
+    layout = Layout(mesh, resolve_placements(placements, mesh, len(spec.shape)))
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Redistribute.apply(tensor, layout)
+    return _move(tensor, layout)
+
+
+def _move(tensor: Any, layout: Layout) -> Any:
+    tensor = tensor.detach()
+    if layout == tensor._spec.layout:
+        return alias(tensor, tensor._spec)
+    return transfer(type(tensor), tensor, layout, capture(sys._getframe(1), tensor._handle.graph.thread_id))
+
+
+def redistribute_by_dict(
+    tensor: Any,
+    placements: Mapping[str, Placement],
+    device_mesh: DeviceMesh | None,
+    default: Literal["keep", "replicate", "error"],
+) -> Any:
+    """See ``Tensor.redistribute_by_dict``."""
+    if default not in ("keep", "replicate", "error"):
+        raise PlacementError(f"default is 'keep', 'replicate' or 'error', got {default!r}")
+    mesh = tensor.device_mesh if device_mesh is None else device_mesh
+    for name in placements:
+        mesh.axis(name)
+    resolved = [_placement_of(tensor, mesh, axis, placements, default) for axis in range(mesh.ndim)]
+    return redistribute(tensor, mesh, resolved)
+
+
+def _placement_of(
+    tensor: Any, mesh: DeviceMesh, axis: int, placements: Mapping[str, Placement], default: str
+) -> Placement:
+    names = mesh.mesh_dim_names
+    name = names[axis] if names is not None else None
+    if name is not None and name in placements:
+        return placements[name]
+    if default == "replicate":
+        return Replicate()
+    if default == "error":
+        raise PlacementError(
+            f"redistribute_by_dict(default='error') has no placement for axis {name!r} of {mesh!r}; "
+            f"name every axis, or use default='keep' or 'replicate'"
+        )
+    old: DeviceMesh = tensor.device_mesh
+    if mesh == old:
+        return tensor.placements[axis]  # type: ignore[no-any-return]  # of a Tensor
+    if name is not None and old.has_axis(name):
+        return tensor.placements[old.axis(name)]  # type: ignore[no-any-return]  # of a Tensor
+    raise PlacementError(
+        f"redistribute_by_dict(default='keep') cannot keep a placement for axis {name!r} of {mesh!r}: "
+        f"the tensor's own mesh {old!r} has no axis of that name; name it, or use default='replicate'"
+    )

@@ -1,0 +1,166 @@
+"""``Tensor``: a symbol for a distributed value. It has a shape, a dtype, a mesh and placements, and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from dtorch import printing, redistribute
+from dtorch.dispatch import dispatch, fetched
+from dtorch.future import TensorFuture
+from dtorch.graph import Graph, Handle
+from dtorch.spec import Spec
+from dtorch_runtime.errors import UnsupportedError
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Placement, Placements
+
+
+class Tensor(torch.Tensor):
+    """A distributed tensor. Shapes, values and gradients are global; every operator of PyTorch works on it.
+
+    Made by ``dtorch.rand`` and its like, by ``dtorch.from_torch``, by ``t.to("dtorch")``, and by operators.
+    """
+
+    __slots__ = ("_handle", "_spec")
+
+    _spec: Spec
+    _handle: Handle
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]  # torch declares it without a signature
+
+    @staticmethod
+    def __new__(cls: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        raise UnsupportedError(
+            "dtorch.Tensor(...) is not called; write dtorch.tensor(data), dtorch.from_torch(t) or t.to('dtorch')"
+        )
+
+    # ---- where it lives ----
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that holds it."""
+        return self._spec.layout.mesh
+
+    @property
+    def placements(self) -> Placements:
+        """One placement for each axis of the mesh."""
+        return self._spec.layout.placements
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that it was made by."""
+        return self._handle.graph
+
+    # ---- its value ----
+
+    def value(self) -> TensorFuture:
+        """The value, to be awaited (or ``.get()``): a CPU tensor of global shape. Waits only for its holders."""
+        return self._handle.graph.session.fetch(self._handle, self._spec)
+
+    def to_torch_async(self) -> TensorFuture:
+        """The same as ``value()``."""
+        return self.value()
+
+    def to_torch(self, timeout_s: float | None = None) -> torch.Tensor:
+        """The value as a CPU tensor of global shape. Autograd does not see it; ``.cpu()`` is differentiable.
+
+        Raises:
+            RemoteOpError: an op that it depends on failed.
+            NodeLost, ControllerLost, ClusterTimeout, SessionClosed: as ``TensorFuture.get``.
+        """
+        return self.value().get(timeout_s)
+
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers, or a number for a 0-dim tensor."""
+        return fetched(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The value as a NumPy array. As in PyTorch, a tensor that requires grad needs ``force`` or ``detach()``."""
+        return (self.detach() if force else self).cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    # ---- communication ----
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    ) -> Tensor:
+        """The same value, held in another way or by other devices. Differentiable.
+
+        Args:
+            device_mesh: its own when None.
+            placements: one for each axis; its own when None, which needs a mesh with as many axes.
+
+        Raises:
+            PlacementError: placements that do not fit the mesh or the tensor.
+            MeshError: devices that the cluster does not have.
+        """
+        return redistribute.redistribute(self, device_mesh, placements)
+
+    def redistribute_like(self, other: Tensor) -> Tensor:
+        """The same value on the mesh and with the placements of ``other``. Differentiable."""
+        return redistribute.redistribute(self, other.device_mesh, other.placements)
+
+    def redistribute_by_dict(
+        self,
+        placements: Mapping[str, Placement],
+        device_mesh: DeviceMesh | None = None,
+        default: Literal["keep", "replicate", "error"] = "keep",
+    ) -> Tensor:
+        """``redistribute`` with placements by axis name, e.g. ``{"tp": Shard(0)}``. Differentiable.
+
+        Args:
+            default: for axes that are not named: ``"keep"`` the placement, ``"replicate"``, or raise an error.
+
+        Raises:
+            PlacementError: an axis without a placement under ``"error"``, or one that ``"keep"`` cannot find.
+            MeshError: no axis has that name.
+        """
+        return redistribute.redistribute_by_dict(self, placements, device_mesh, default)
+
+    # ---- Python's protocols ----
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return printing.format_tensor(self)
+
+    def __format__(self, format_spec: str) -> str:
+        if self.dim() == 0 and format_spec:
+            return format(self.item(), format_spec)
+        return format(str(self), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]  # what the lines below put there
+        if not self.is_leaf:
+            raise RuntimeError("only tensors created by the user (leaves) can be deep-copied; detach() it first")
+        with torch.no_grad():
+            copy: Any = self.detach().clone()
+        copy.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copy._is_param = True
+        memo[id(self)] = copy
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
+        return copy  # type: ignore[no-any-return]  # clone() of a Tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by value: what comes back is a CPU tensor, which ``.to("dtorch")`` or a state dict takes."""
+        local = fetched(self).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(local, self.requires_grad).__reduce_ex__(protocol)
+        return local.__reduce_ex__(protocol)
+
+    @property
+    def data(self) -> Tensor:
+        """The same value without its history. Assigning makes this tensor stand for another value."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # a C descriptor
+        self._spec, self._handle = other._spec, other._handle

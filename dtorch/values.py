@@ -1,0 +1,150 @@
+"""Between torch tensors on the client and the local pieces that devices hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dtorch.session import LocalPiece
+from dtorch.spec import Spec
+from dtorch_runtime.errors import InternalError
+from dtorch_runtime.ir.layout import Box, Layout, device_box
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import ReduceOp, Replicate
+from dtorch_runtime.ir.transfer import Part, Step, plan_redistribute
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype on a wire: ``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=None)
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse.
+
+    Raises:
+        InternalError: there is no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InternalError(f"a value of dtype {name!r} came, which torch does not have")
+    return dtype
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a contiguous CPU tensor in row-major order, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()).cast("B")
+
+
+def tensor_of(piece: LocalPiece) -> torch.Tensor:
+    """The CPU tensor with a piece's bytes. It shares memory with a ``bytearray``, and copies anything else."""
+    dtype = dtype_of(piece.dtype)
+    if len(piece.data) == 0:
+        return torch.empty(piece.shape, dtype=dtype, device="cpu")
+    data = piece.data if isinstance(piece.data, bytearray) else bytearray(piece.data)
+    return torch.frombuffer(data, dtype=dtype).view(piece.shape)
+
+
+# ---- down: from pieces to the global value ----
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Which devices to ask for a value, and how their pieces make the whole on ``goal``."""
+
+    devices: tuple[int, ...]
+    steps: tuple[Step, ...]
+    goal: int
+
+
+@lru_cache(maxsize=4096)
+def plan_gathering(shape: tuple[int, ...], layout: Layout, itemsize_bytes: int) -> Gathering:
+    """One device for a replicated value, otherwise one holder of each different piece.
+
+    ``shape`` is global. The plan is that of a redistribution to the mesh's first device alone.
+    """
+    goal = layout.mesh.devices[0]
+    if layout.is_replicated:
+        return Gathering((goal,), (), goal)
+    alone = Layout(DeviceMesh(layout.mesh.device_type, [goal]), (Replicate(),))
+    steps = plan_redistribute(shape, layout, alone, itemsize_bytes=itemsize_bytes)
+    if not steps:
+        return Gathering((goal,), (), goal)
+    sources = {s.device for part in steps[0].parts.values() for piece in part.pieces for s in piece.sources}
+    return Gathering(tuple(sorted(sources)) or (goal,), steps, goal)
+
+
+def assemble(spec: Spec, pieces: Mapping[int, LocalPiece]) -> torch.Tensor:
+    """The global value from the pieces of the devices that ``plan_gathering`` named; on the CPU, contiguous."""
+    gathering = plan_gathering(spec.shape, spec.layout, spec.dtype.itemsize)
+    with torch.no_grad():
+        local = {device: tensor_of(piece) for device, piece in pieces.items()}
+        for step in gathering.steps:
+            local = {device: _assemble_part(part, step, local, spec) for device, part in step.parts.items()}
+    return local[gathering.goal]
+
+
+def _assemble_part(part: Part, step: Step, local: Mapping[int, torch.Tensor], spec: Spec) -> torch.Tensor:
+    out = torch.empty(part.shape, dtype=spec.dtype, device="cpu")
+    for piece in part.pieces:
+        terms = [_cut(local[source.device], source.box) for source in piece.sources]
+        target = _cut(out, piece.box)
+        target.copy_(terms[0])
+        if step.reduce is not None:
+            for term in terms[1:]:
+                _REDUCE[step.reduce](target, term)
+            if step.reduce == "avg":
+                _divide(target, len(terms))
+    return out
+
+
+def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (start, stop) in enumerate(box):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def _divide(target: torch.Tensor, number: int) -> None:
+    if target.dtype.is_floating_point or target.dtype.is_complex:
+        target.div_(number)
+    else:
+        target.div_(number, rounding_mode="trunc")
+
+
+_REDUCE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "sum": lambda a, b: a.add_(b),
+    "avg": lambda a, b: a.add_(b),
+    "prod": lambda a, b: a.mul_(b),
+    "max": lambda a, b: torch.maximum(a, b, out=a),
+    "min": lambda a, b: torch.minimum(a, b, out=a),
+}
+
+
+# ---- up: from the global value to pieces ----
+
+
+def cut_pieces(tensor: torch.Tensor, layout: Layout) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """For each different local piece of a layout without partial terms: its devices, and a view of it."""
+    by_box: dict[Box, list[int]] = {}
+    for device in layout.mesh.devices:
+        by_box.setdefault(device_box(tuple(tensor.shape), layout, device), []).append(device)
+    for box, devices in by_box.items():
+        yield tuple(devices), _cut(tensor, box)
+
+
+def chunks(data: Any, chunk_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, copy) of each chunk; one empty chunk for an empty buffer.
+
+    Copies, because a large frame must not change before it is sent, and the user may write to the tensor.
+    """
+    if len(data) == 0:
+        yield 0, b""
+    for offset in range(0, len(data), chunk_bytes):
+        yield offset, bytes(data[offset : offset + chunk_bytes])
