@@ -112,6 +112,8 @@ class Release:
 Vertex: TypeAlias = Operator | Release
 #: Width of a record, position of its first output, number of outputs, route.
 _Shape: TypeAlias = tuple[int, int, int, Route]
+#: Words of a FREE record of one value, by far the most frequent one.
+_WIDTH_OF_FREE_ONE = 3
 
 
 class LogicalGraph:
@@ -171,13 +173,17 @@ class LogicalGraph:
         segments: list[Segment] = []
         route: Route | None = None
         segment: Segment | None = None
-        start, end, num_records, segment_records = 0, len(words), 0, 0
+        start, end, num_records, segment_records, first = 0, len(words), 0, 0, 0
         while start < end:
             head = words[start]
             if head == FREE:
-                stop = _end_of_free(words, start)
-                wanted = self._forget(words[start + 2 : stop], route)
-                width = first = num_outputs = 0
+                stop = _end_of_free(words, start, end)
+                num_outputs = 0
+                if stop - start == _WIDTH_OF_FREE_ONE:
+                    freed = values.pop(words[start + 2], None)
+                    wanted = freed.route if freed is not None else route or self._routes.nowhere
+                else:
+                    wanted = self._forget(words[start + 2 : stop], route)
             else:
                 shape = shapes.get(head)
                 if shape is None:
@@ -291,7 +297,7 @@ class LogicalGraph:
         while start < len(words):
             template = self.templates.get(words[start])
             if template is None:
-                stop = _end_of_free(words, start)
+                stop = _end_of_free(words, start, len(words))
                 ids = tuple(words[start + 2 : stop])
                 yield Release(seq=seq, graph_id=graph_id, value_ids=ids, nodes=nodes)
             else:
@@ -311,11 +317,11 @@ class LogicalGraph:
             start = stop
 
 
-def _end_of_free(words: list[int], start: int) -> int:
-    num_ids = words[start + 1] if start + 1 < len(words) else -1
+def _end_of_free(words: list[int], start: int, end: int) -> int:
+    num_ids = words[start + 1] if start + 1 < end else -1
     stop = start + 2 + num_ids
-    if num_ids < 0 or stop > len(words):
-        raise GraphError(f"op stream ends inside a FREE record at word {start} of {len(words)}")
+    if num_ids < 0 or stop > end:
+        raise GraphError(f"op stream ends inside a FREE record at word {start} of {end}")
     return stop
 
 
