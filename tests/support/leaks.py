@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -122,18 +123,10 @@ class LeakWatch:
         return []
 
     def _without_foreign_files(self, left: Resources) -> Resources:
-        """Segments in /dev/shm that a process of another run, or of a declared cluster, has mapped are not ours."""
-        if not any(path.parent == _SHARED_MEMORY for path in left.files):
-            return left
-        keepers = set(_processes_outside_run()) | self.declared.processes
-        mapped = {name for process in keepers for name in _mapped_segments(process)}
-        return Resources(
-            left.threads,
-            left.processes,
-            left.zmq_sockets,
-            left.sockets,
-            frozenset(path for path in left.files if str(path) not in mapped),
-        )
+        """Segments are named after the process that made them: another run's, or a declared cluster's, are not ours."""
+        declared = {process.pid for process in self.declared.processes}
+        ours = frozenset(path for path in left.files if not _belongs_elsewhere(path, declared))
+        return Resources(left.threads, left.processes, left.zmq_sockets, left.sockets, ours)
 
 
 def end_stray_processes(run: str) -> list[str]:
@@ -228,14 +221,14 @@ def _marker_of(process: psutil.Process) -> str | None:
     return marker
 
 
-def _processes_outside_run() -> list[psutil.Process]:
-    run = os.environ.get(RUN_MARKER)
-    me = os.getpid()
-    return [p for p in psutil.process_iter() if p.pid != me and _marker_of(p) != run]
-
-
-def _mapped_segments(process: psutil.Process) -> set[str]:
+def _belongs_elsewhere(path: Path, declared_pids: set[int]) -> bool:
+    match = re.fullmatch(r"dtorch-(\d+)-.*", path.name)
+    if path.parent != _SHARED_MEMORY or match is None:
+        return False
+    pid = int(match[1])
+    if pid in declared_pids:
+        return True
     try:
-        return {m.path for m in process.memory_maps() if m.path.startswith(str(_SHARED_MEMORY))}
-    except psutil.Error:
-        return set()
+        return _marker_of(psutil.Process(pid)) != os.environ.get(RUN_MARKER) and pid != os.getpid()
+    except psutil.NoSuchProcess:
+        return False

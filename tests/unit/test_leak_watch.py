@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import zmq
 
 from tests.support.leaks import LeakWatch
 
-Opener = Callable[[], AbstractContextManager[None]]
+Opener = Callable[[], AbstractContextManager[object]]
 
 
 @contextmanager
@@ -31,11 +32,11 @@ def open_thread() -> Iterator[None]:
 
 
 @contextmanager
-def open_process() -> Iterator[None]:
+def open_process() -> Iterator[int]:
     with subprocess.Popen(
         [sys.executable, "-c", "input('forgotten-process')"], stdin=subprocess.PIPE
     ) as process:
-        yield
+        yield process.pid
         process.kill()
 
 
@@ -53,8 +54,8 @@ def open_socket() -> Iterator[None]:
 
 
 @contextmanager
-def open_segment() -> Iterator[None]:
-    path = Path("/dev/shm") / f"dtorch-forgotten-{uuid.uuid4().hex}"
+def open_segment(pid: int | None = None) -> Iterator[None]:
+    path = Path("/dev/shm") / f"dtorch-{pid or os.getpid()}-forgotten-{uuid.uuid4().hex}"
     path.write_bytes(b"x")
     yield
     path.unlink()
@@ -80,7 +81,7 @@ def watch(leak_watch: LeakWatch) -> LeakWatch:
         (open_process, "forgotten-process"),
         (open_zmq_socket, "ROUTER at b'inproc://forgotten-zmq'"),
         (open_socket, "socket:["),
-        (open_segment, "/dev/shm/dtorch-forgotten-"),
+        (open_segment, f"/dev/shm/dtorch-{os.getpid()}-forgotten-"),
         (open_socket_folder, "dtorch-forgotten-"),
     ],
 )
@@ -100,7 +101,21 @@ def test_what_a_shared_fixture_declares_may_stay() -> None:
         assert watch.leaks_since(before, grace_s=0.0) == []
         with open_segment():
             (leak,) = watch.leaks_since(before, grace_s=0.0)
-            assert leak.startswith("file /dev/shm/dtorch-forgotten-")
+            assert leak.startswith(f"file /dev/shm/dtorch-{os.getpid()}-forgotten-")
+
+
+def test_segments_belong_to_the_process_that_they_are_named_after() -> None:
+    watch = LeakWatch()
+    before = watch.snapshot()
+    cluster_is_declared = LeakWatch()
+    none_yet = cluster_is_declared.snapshot()
+    with open_process() as cluster:
+        cluster_is_declared.declare_baseline(none_yet)
+        with open_segment(pid=cluster):
+            assert cluster_is_declared.leaks_since(none_yet, grace_s=0.0) == []
+            assert watch.leaks_since(before, grace_s=0.0) != []
+    with open_segment(pid=1):
+        assert watch.leaks_since(before, grace_s=0.0) == [], "another run's, while its process lives"
 
 
 def test_a_thread_that_is_about_to_end_is_waited_for() -> None:
