@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
 
 from dtorch.future import ClusterFuture, SyncFuture, TensorFuture
 from dtorch.graph import Graph, Handle
@@ -24,7 +27,7 @@ from dtorch.session import (
     SyncReached,
 )
 from dtorch.spec import Spec
-from dtorch.values import bytes_of, chunks, dtype_name, plan_gathering
+from dtorch.values import chunks, dtype_name, plan_gathering
 from dtorch_runtime.errors import (
     ClusterTimeout,
     ControllerLost,
@@ -51,7 +54,7 @@ from dtorch_runtime.wire.messages import (
     Upload,
     Welcome,
 )
-from dtorch_runtime.wire.records import FailureRecord, TemplateRecord
+from dtorch_runtime.wire.records import FailureRecord, NodeRecord, TemplateRecord
 
 #: How long the I/O thread sleeps when there is nothing to watch, in seconds.
 _IDLE_WAIT_S = 3600.0
@@ -148,6 +151,11 @@ class Session:
         """The ids of all devices of the cluster that are there."""
         with self._changed:
             return sorted(d for node in self._state.nodes.values() for d in node.devices)
+
+    def nodes(self) -> list[NodeRecord]:
+        """The nodes that are there."""
+        with self._changed:
+            return list(self._state.nodes.values())
 
     # ---- definitions ----
 
@@ -249,11 +257,21 @@ class Session:
             self._send(Ops(seq=seq, graph_id=graph_id), frame)
         return seq
 
-    def upload(self, value_id: int, devices: Sequence[int], tensor: Any) -> int:
-        """Send a contiguous CPU tensor as the local piece of each of ``devices``; returns the last number."""
-        data = bytes_of(tensor)
-        dtype, shape, seq = dtype_name(tensor.dtype), list(tensor.shape), 0
-        for offset, chunk in chunks(data, self.settings.chunk_bytes):
+    def upload(
+        self,
+        value_id: int,
+        devices: Sequence[int],
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        blocks: Iterable[torch.Tensor],
+    ) -> int:
+        """Send the local piece of each of ``devices``, of local ``shape``; returns the number of the last message.
+
+        ``blocks`` are contiguous CPU tensors that hold its elements in row-major order, one after the other.
+        """
+        name, seq, offset = dtype_name(dtype), 0, 0
+        total_bytes = math.prod(shape) * dtype.itemsize
+        for chunk in chunks(blocks, self.settings.chunk_bytes):
             self.wait_for_room(0, len(chunk))
             with self._changed:
                 self.check_open()
@@ -262,12 +280,13 @@ class Session:
                     seq=seq,
                     value_id=value_id,
                     devices=list(devices),
-                    dtype=dtype,
-                    shape=shape,
+                    dtype=name,
+                    shape=list(shape),
                     offset_bytes=offset,
-                    total_bytes=len(data),
+                    total_bytes=total_bytes,
                 )
                 self._send(message, chunk)
+            offset += len(chunk)
         return seq
 
     def _send(self, message: Any, *payload: bytes) -> None:
@@ -347,7 +366,9 @@ class Session:
                 traceback=failure.traceback,
             )
             return RemoteOpError(remote, describe(failure.location_id))
-        return InternalError(f"{failure.op} on device {failure.device}: {failure.message}\n{failure.traceback}")
+        return InternalError(
+            f"{failure.op} on device {failure.device}: {failure.message}\n{failure.traceback}"
+        )
 
     def _raised(self, failure: FailureRecord) -> DTorchError:
         with self._changed:

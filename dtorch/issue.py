@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +12,8 @@ from dtorch.meshes import layout_record
 from dtorch.plan import NewOutput, OpPlan, SameTensor, SameValue
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
-from dtorch.values import dtype_name
-from dtorch_runtime.ir.layout import Layout
+from dtorch.values import cut, device_boxes, dtype_name
+from dtorch_runtime.ir.layout import Box, Layout, box_shape
 from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
 
 if TYPE_CHECKING:  # the tensor's dispatch issues ops
@@ -174,24 +174,34 @@ def transfer(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int
     return issue(cls, entry, graph, (tensor,), location)
 
 
-def upload(
-    cls: type[torch.Tensor], graph: Graph, tensor: torch.Tensor, layout: Layout, location: int
-) -> Any:
-    """Bring a CPU tensor of global shape to the cluster; the layout has no partial axes.
-
-    Each device gets its piece only; equal pieces are sent once.
-    """
-    from dtorch.values import cut_pieces
-
-    session = graph.session
-    session.define_mesh(layout.mesh)
+def upload(cls: type[torch.Tensor], graph: Graph, tensor: torch.Tensor, layout: Layout, location: int) -> Any:
+    """Bring a CPU tensor of global shape to the cluster; the layout has no partial axes."""
     source = tensor.detach().resolve_conj().resolve_neg()
-    value_id = graph.new_value_id()
-    handle = Handle(graph, value_id, "from_torch", location)
+    spec = intern_spec(tuple(tensor.shape), tensor.dtype, layout)
+    return upload_boxes(
+        cls, graph, spec, lambda box: (cut(source, box).contiguous(),), "from_torch", location
+    )
+
+
+def upload_boxes(
+    cls: type[torch.Tensor],
+    graph: Graph,
+    spec: Spec,
+    blocks: Callable[[Box], Iterable[torch.Tensor]],
+    origin: str,
+    location: int,
+) -> Any:
+    """Bring a value to the cluster piece by piece. Each device gets its piece only; equal pieces are sent once.
+
+    ``blocks`` gives the elements of a box in row-major order, as contiguous CPU tensors one after the other.
+    """
+    session = graph.session
+    session.define_mesh(spec.layout.mesh)
+    handle = Handle(graph, graph.new_value_id(), origin, location)
     # In the order of the graph, so that its FREE can never overtake the upload.
-    graph.flush()
-    for devices, piece in cut_pieces(source, layout):
-        seq = session.upload(value_id, devices, piece.contiguous())
+    seq = graph.flush()
+    for devices, box in device_boxes(spec.shape, spec.layout):
+        seq = session.upload(handle.value_id, devices, spec.dtype, box_shape(box), blocks(box))
     with graph.lock:
         graph.last_seq = max(graph.last_seq, seq)
-    return make_symbol(cls, intern_spec(tuple(tensor.shape), tensor.dtype, layout), handle)
+    return make_symbol(cls, spec, handle)

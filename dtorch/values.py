@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -94,8 +93,8 @@ def assemble(spec: Spec, pieces: Mapping[int, LocalPiece]) -> torch.Tensor:
 def _assemble_part(part: Part, step: Step, local: Mapping[int, torch.Tensor], spec: Spec) -> torch.Tensor:
     out = torch.empty(part.shape, dtype=spec.dtype, device="cpu")
     for piece in part.pieces:
-        terms = [_cut(local[source.device], source.box) for source in piece.sources]
-        target = _cut(out, piece.box)
+        terms = [cut(local[source.device], source.box) for source in piece.sources]
+        target = cut(out, piece.box)
         target.copy_(terms[0])
         if step.reduce is not None:
             for term in terms[1:]:
@@ -103,12 +102,6 @@ def _assemble_part(part: Part, step: Step, local: Mapping[int, torch.Tensor], sp
             if step.reduce == "avg":
                 _divide(target, len(terms))
     return out
-
-
-def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (start, stop) in enumerate(box):
-        tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
 
 
 def _divide(target: torch.Tensor, number: int) -> None:
@@ -130,21 +123,32 @@ _REDUCE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
 # ---- up: from the global value to pieces ----
 
 
-def cut_pieces(tensor: torch.Tensor, layout: Layout) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """For each different local piece of a layout without partial terms: its devices, and a view of it."""
+def device_boxes(shape: tuple[int, ...], layout: Layout) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """The different boxes of a global tensor that devices hold, each with its devices. No partial axes."""
     by_box: dict[Box, list[int]] = {}
     for device in layout.mesh.devices:
-        by_box.setdefault(device_box(tuple(tensor.shape), layout, device), []).append(device)
+        by_box.setdefault(device_box(shape, layout, device), []).append(device)
     for box, devices in by_box.items():
-        yield tuple(devices), _cut(tensor, box)
+        yield tuple(devices), box
 
 
-def chunks(data: Any, chunk_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, copy) of each chunk; one empty chunk for an empty buffer.
+def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A view of the part of a tensor that lies in ``box``."""
+    for dim, (start, stop) in enumerate(box):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def chunks(blocks: Iterable[torch.Tensor], chunk_bytes: int) -> Iterator[bytes]:
+    """Copies of the bytes of contiguous CPU tensors, at most ``chunk_bytes`` each; one empty chunk if there are none.
 
     Copies, because a large frame must not change before it is sent, and the user may write to the tensor.
     """
-    if len(data) == 0:
-        yield 0, b""
-    for offset in range(0, len(data), chunk_bytes):
-        yield offset, bytes(data[offset : offset + chunk_bytes])
+    is_empty = True
+    for block in blocks:
+        data = bytes_of(block)
+        for offset in range(0, len(data), chunk_bytes):
+            is_empty = False
+            yield bytes(data[offset : offset + chunk_bytes])
+    if is_empty:
+        yield b""
