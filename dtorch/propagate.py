@@ -10,7 +10,7 @@ from dtorch.plan import OpPlan, SameValue
 from dtorch.rules import factory
 from dtorch.rules.call import Call, Op, op_of
 from dtorch.rules.explain import no_rule
-from dtorch.rules.registry import find_rule
+from dtorch.rules.tables import find_rule
 from dtorch.rules.whole import plan_whole
 from dtorch.spec import intern_spec
 from dtorch_runtime.errors import InternalError, UnsupportedError

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtorch.rules.call import Call
+from dtorch.rules.equation import Code, Equation, Mismatch, Signature, code, signatures
 from dtorch_runtime.errors import PlacementError
-from dtorch_runtime.ir.placement import Placement
+from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
 
 #: Signatures that a message lists before it says how many more there are.
 MAX_SIGNATURES = 24
@@ -70,3 +71,74 @@ def replicate_fix(call: Call) -> str:
         if not spec.layout.is_replicated
     ]
     return "; ".join(fixes)
+
+
+def show(call: Call, signature: Signature) -> str:
+    """One signature: ``self: S(0), mat2: R -> S(0)``."""
+    names = input_names(call)
+    inputs = ", ".join(
+        f"{name}: {_show(c)}" for name, c in zip(names, signature.inputs, strict=True) if name != "out"
+    )
+    return f"{inputs} -> {', '.join(map(_show, signature.outputs)) or inputs}"
+
+
+def _show(coded: Code) -> str:
+    return str(_placement(coded))
+
+
+def _placement(coded: Code) -> Placement:
+    if coded is None:
+        return Replicate()
+    return Shard(coded) if isinstance(coded, int) else Partial(coded)
+
+
+def mismatch(call: Call, equation: Equation, found: Mismatch) -> PlacementError:
+    """The error for inputs that no signature fits."""
+    names = input_names(call)
+    reason = found.reason.format(*names)
+    if call.inputs[0].layout.mesh.ndim > 1:
+        reason += f" (along mesh axis {found.axis})"
+    legal = signatures(equation)
+    if found.recut is not None:
+        index, placements = found.recut
+        fix: str | None = redistribute(names[index], placements)
+    else:
+        fix = cheapest_fix(call, equation, found.axis)
+    return refused(call, reason, [show(call, s) for s in legal], fix)
+
+
+def cheapest_fix(call: Call, equation: Equation, axis: int) -> str | None:
+    """The redistributions that reach the nearest signature along one axis, by an estimate of bytes moved."""
+    num_ranks = call.inputs[0].layout.mesh.shape[axis]
+    given = [code(spec.layout.placements[axis]) for spec in call.inputs]
+    best: tuple[float, int, Signature] | None = None
+    for signature in signatures(equation):
+        if any(given[i] != signature.inputs[i] for i in equation.fixed if equation.inputs[i] is not None):
+            continue
+        pairs = list(zip(given, signature.inputs, strict=True))
+        moved = sum(
+            _cost(have, want, num_ranks) * spec.num_bytes
+            for (have, want), spec in zip(pairs, call.inputs, strict=True)
+        )
+        changes = sum(have != want for have, want in pairs)
+        if changes and (best is None or (moved, changes) < best[:2]):
+            best = (moved, changes, signature)
+    if best is None:
+        return None
+    fixes = []
+    for name, spec, have, want in zip(input_names(call), call.inputs, given, best[2].inputs, strict=True):
+        if have != want:
+            placements = list(spec.layout.placements)
+            placements[axis] = _placement(want)
+            fixes.append(redistribute(name, placements))
+    return "; ".join(fixes)
+
+
+def _cost(have: Code, want: Code, num_ranks: int) -> float:
+    """Bytes that each rank receives, as a part of the whole tensor."""
+    if have == want or have is None:
+        return 0.0
+    share = (num_ranks - 1) / num_ranks
+    if isinstance(have, str):
+        return 2 * share if want is None else share
+    return share if want is None else share / num_ranks if isinstance(want, int) else 2 * share

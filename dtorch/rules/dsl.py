@@ -1,0 +1,393 @@
+"""The language of placement rules: one line an op, dims are letters, as in einsum.
+
+::
+
+    rule("aten::mm", "mk,kn->mn", linear="a*b")
+
+reads: the first tensor has dims m and k, the second k and n, the result m and n; the result is linear in the
+product of the first (a) and the second (b). From this follow all signatures along a mesh axis:
+
+* m may be cut: ``S(0), R -> S(0)``; n may be cut: ``R, S(1) -> S(1)``;
+* k is contracted, so cutting it leaves a partial sum: ``S(1), S(0) -> P``;
+* a partial factor stays partial: ``P, R -> P`` and ``R, P -> P``.
+
+``...`` stands for any dims, aligned from the right and broadcast; ``1`` for a dim of size 1; ``?mn`` for as many of
+these dims as there are, from the right. Operands are the tensor
+parameters of the schema in order; one that is None is skipped, and a number in the place of a tensor is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from dtorch import shapes
+from dtorch.plan import OpPlan
+from dtorch.rules import explain
+from dtorch.rules.call import Call
+from dtorch.rules.equation import (
+    ALL_KINDS,
+    LINEAR_KINDS,
+    Dims,
+    Equation,
+    Matched,
+    Mismatch,
+    code,
+    dim_cuts,
+    has_empty_piece,
+    match,
+    nested_cuts,
+    signatures,
+)
+from dtorch.rules.registry import register
+from dtorch.rules.whole import plan_same_op
+from dtorch.shapes import Metas, ShapeFunction, TensorMeta, register_shape
+from dtorch.spec import Spec, contiguous_stride
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.placement import Partial, ReduceOp
+
+#: A notation, or what writes it for a call (because of its ``dim`` argument, say).
+Notation: TypeAlias = "str | Callable[[Call], str]"
+#: How local arguments differ from the given ones, by parameter name.
+Localize: TypeAlias = Callable[[Call, Matched, Metas], dict[str, Any]]
+#: Another op on the local pieces, or None where the op itself does.
+Specialize: TypeAlias = Callable[[Call, Matched, Metas], "OpPlan | None"]
+
+
+@dataclass(frozen=True)
+class EquationRule:
+    """A rule whose signatures follow from an equation."""
+
+    bind: Callable[[Call], Equation | None]
+    localize: Localize | None = None
+    specialize: Specialize | None = None
+    always: bool = False
+
+    def plan(self, call: Call) -> OpPlan:
+        """The plan of a call with at least one input. Raises PlacementError."""
+        metas = _metas(call)
+        equation = self.bind(call)
+        if equation is None:
+            raise explain.no_rule(call)
+        out_shapes = _out_shapes(call, metas)
+        try:
+            matched = match(equation, call.inputs, out_shapes)
+        except Mismatch as mismatch:
+            raise explain.mismatch(call, equation, mismatch) from None
+        check_written_placements(call, equation, matched, out_shapes)
+        _check_empty(call, equation, matched)
+        if self.specialize is not None:
+            plan = self.specialize(call, matched, metas)
+            if plan is not None:
+                return plan
+        replace = self.localize(call, matched, metas) if self.localize else None
+        return plan_same_op(call, metas, matched.outputs, conversions=matched.conversions, replace=replace)
+
+    def signatures(self, call: Call) -> list[str]:
+        """Every legal signature for these ranks."""
+        equation = self.bind(call)
+        return [] if equation is None else [explain.show(call, s) for s in signatures(equation)]
+
+
+def _metas(call: Call) -> Metas:
+    """What the call returns; for what is written, the meta of the target."""
+    if not call.op.writes:
+        return shapes.infer(call)
+    shapes.check_written(call)
+    if not call.op.returns:
+        return ()
+    result: list[Any] = []
+    for parameter in call.op.returned_parameter:
+        index = call.operands[parameter] if parameter is not None else None
+        if not isinstance(index, int):
+            return shapes.infer(call)
+        spec = call.inputs[index]
+        result.append(TensorMeta(spec.shape, spec.stride, spec.dtype))
+    return tuple(result)
+
+
+def _out_shapes(call: Call, metas: Metas) -> list[tuple[int, ...] | None]:
+    """The shape of each return; None for a list, whose tensors share the uncut dims only."""
+    if not call.op.returns:
+        return [call.inputs[i].shape for i in call.written]
+    return [meta.shape if isinstance(meta, TensorMeta) else None for meta in metas]
+
+
+def check_written_placements(
+    call: Call, equation: Equation, matched: Matched, out_shapes: Sequence[tuple[int, ...] | None]
+) -> None:
+    """A tensor that is written to keeps its placement: the result must come out there.
+
+    Raises:
+        PlacementError: it comes out elsewhere.
+    """
+    for target, layout, shape in zip(call.written, matched.outputs, out_shapes):
+        have = call.inputs[target].layout
+        if shape is None or same_pieces(shape, have, layout):
+            continue
+        name = explain.input_names(call)[target]
+        plain = call.op.base.removeprefix("aten::").removesuffix("_")
+        raise explain.refused(
+            call,
+            f"it writes to {name}, which stays {have}, but the result is {layout}",
+            [explain.show(call, s) for s in signatures(equation)],
+            f"the op that makes a new tensor (torch.{plain}), or bring {name} there first: "
+            f"{name} = {explain.redistribute(name, layout.placements)}",
+        )
+
+
+def same_pieces(shape: tuple[int, ...], a: Layout, b: Layout) -> bool:
+    """Whether every device holds the same under both layouts (they may differ in units)."""
+    if a.placements == b.placements:
+        return True
+    if any(code(p) != code(q) for p, q in zip(a.placements, b.placements, strict=True)):
+        return False
+    return all(
+        nested_cuts(size, dim_cuts(a, dim)) == nested_cuts(size, dim_cuts(b, dim))
+        for dim, size in enumerate(shape)
+    )
+
+
+def _check_empty(call: Call, equation: Equation, matched: Matched) -> None:
+    """The largest of no elements does not exist: max and min need an element on every device."""
+    if equation.reduce not in ("max", "min") or call.op.base in _EMPTY_IS_FINE:
+        return
+    for axis, letter in enumerate(matched.letters):
+        if letter is None or not any(isinstance(out.placements[axis], Partial) for out in matched.outputs):
+            continue
+        for spec, layout in zip(call.inputs, matched.inputs, strict=True):
+            if has_empty_piece(spec.shape, layout):
+                raise explain.refused(
+                    call,
+                    "some device holds no element, and the extreme of nothing does not exist",
+                    [explain.show(call, s) for s in signatures(equation)],
+                )
+
+
+_EMPTY_IS_FINE = frozenset({"aten::any", "aten::all"})
+
+
+# ------------------------------------------------------------------------------------------------- notation
+
+
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def parse(notation: str) -> _Parsed:
+    """Split ``"mk,kn->mn"`` into operands."""
+    left, arrow, right = notation.replace(" ", "").partition("->")
+    assert arrow, f"a notation has an arrow, got {notation!r}"
+    return _Parsed(tuple(left.split(",")), tuple(right.split(",")) if right else ())
+
+
+@dataclass(frozen=True)
+class Binder:
+    """Turns a notation and a call into an equation."""
+
+    notation: Notation
+    whole: str | Callable[[Call], str] = ""
+    reduce: ReduceOp | None = None
+    terms: tuple[tuple[int, ...], ...] = ()
+    kinds: tuple[ReduceOp, ...] = LINEAR_KINDS
+    lifts: bool = False
+    slices: str = ""
+    converts: str = ""
+    grouped: str = ""
+    linear_if: Callable[[Call], bool] | None = field(default=None, repr=False)
+
+    def __call__(self, call: Call) -> Equation | None:
+        """The equation of a call; None when the ranks do not fit the notation."""
+        parsed = parse(self.notation if isinstance(self.notation, str) else self.notation(call))
+        parts: list[str | None] = [None] * len(call.inputs)
+        of_operand: list[int | None] = []
+        for parameter, letters in zip(_operands(call), parsed.inputs, strict=False):
+            operand = call.operands[parameter]
+            of_operand.append(operand if isinstance(operand, int) else None)
+            if isinstance(operand, int):
+                parts[operand] = letters
+        dims = assign(parts, call.inputs)
+        if dims is None:
+            return None
+        constants = [_is_constant(call, name) for name in _operands(call)]
+        whole = self.whole if isinstance(self.whole, str) else self.whole(call)
+        linear = self.linear_if is None or self.linear_if(call)
+        return Equation(
+            inputs=tuple(dims),
+            outputs=tuple(_output_dims(letters, dims, parts) for letters in parsed.outputs),
+            whole=frozenset(whole),
+            reduce=self.reduce,
+            terms=_bound_terms(self.terms, of_operand, constants) if linear else (),
+            kinds=self.kinds,
+            lifts=self.lifts,
+            slices=_numbers(self.slices, of_operand, len(call.inputs)),
+            converts=_numbers(self.converts, of_operand, len(call.inputs)),
+            fixed=frozenset(call.written),
+            grouped=frozenset(self.grouped),
+        )
+
+
+def _operands(call: Call) -> list[str]:
+    """Tensor parameters in order, without those of ``out=``."""
+    op = call.op
+    return [p.name for p in op.tensor_parameters if not (p.writes and not op.is_inplace)]
+
+
+def _is_constant(call: Call, name: str) -> bool:
+    return call.operands[name] is None and call.get(name) is not None
+
+
+def _bound_terms(
+    terms: tuple[tuple[int, ...], ...], of_operand: Sequence[int | None], constants: Sequence[bool]
+) -> tuple[tuple[int, ...], ...]:
+    result = []
+    for term in terms:
+        present = tuple(n for i in term if i < len(of_operand) and (n := of_operand[i]) is not None)
+        constant = any(i < len(constants) and constants[i] for i in term)
+        # A term that is a number is an empty product: nothing in it can be partial. An absent one is dropped.
+        if present or constant:
+            result.append(present)
+    return tuple(result)
+
+
+def _numbers(letters: str, of_operand: Sequence[int | None], count: int) -> frozenset[int]:
+    if letters == "*":
+        return frozenset(range(count))
+    found = (of_operand[ord(c) - 97] for c in letters if ord(c) - 97 < len(of_operand))
+    return frozenset(n for n in found if n is not None)
+
+
+def assign(parts: Sequence[str | None], inputs: Sequence[Spec]) -> list[Dims | None] | None:
+    """Letters for the dims of each input. Ellipsis dims are named by their distance from the right."""
+    named: list[list[str] | None] = []
+    for letters, spec in zip(parts, inputs, strict=True):
+        if letters is None:
+            named.append(None)
+            continue
+        if letters.startswith("?"):
+            letters = letters[1:][-len(spec.shape) :] if spec.shape else ""
+        before, dots, after = letters.partition("...")
+        extra = len(spec.shape) - len(before) - len(after)
+        if extra < 0 or (extra and not dots):
+            return None
+        named.append([*before, *(f"~{i}" for i in range(extra, 0, -1)), *after])
+    sizes: dict[str, int] = {}
+    for names, spec in zip(named, inputs, strict=True):
+        for name, size in zip(names or (), spec.shape):
+            if sizes.get(name, 1) == 1:
+                sizes[name] = size
+    return [
+        None
+        if names is None
+        else tuple(
+            None if name == "1" or (size == 1 and sizes[name] != 1) else name
+            for name, size in zip(names, spec.shape)
+        )
+        for names, spec in zip(named, inputs, strict=True)
+    ]
+
+
+def _output_dims(letters: str, dims: Sequence[Dims | None], parts: Sequence[str | None]) -> Dims:
+    before, dots, after = letters.partition("...")
+    extra = 0
+    if dots:
+        for found, part in zip(dims, parts, strict=True):
+            if found is not None and part is not None and "..." in part:
+                extra = max(extra, len(found) - len(part) + 3)
+    named = [*before, *(f"~{i}" for i in range(extra, 0, -1)), *after]
+    return tuple(None if name == "1" else name for name in named)
+
+
+# ------------------------------------------------------------------------------------------------- rules
+
+
+def parse_terms(text: str) -> tuple[tuple[int, ...], ...]:
+    """``"a+b*c"`` -> ((0,), (1, 2))."""
+    return tuple(tuple(ord(c) - 97 for c in term.split("*")) for term in text.split("+")) if text else ()
+
+
+def rule(
+    names: str,
+    notation: Notation,
+    *,
+    linear: str = "",
+    moves: str = "",
+    whole: str | Callable[[Call], str] = "",
+    reduce: ReduceOp | None = None,
+    slices: str = "",
+    converts: str = "",
+    lifts: bool = False,
+    grouped: str = "",
+    linear_if: Callable[[Call], bool] | None = None,
+    localize: Localize | None = None,
+    specialize: Specialize | None = None,
+    shape: ShapeFunction | str | None = None,
+    always: bool = False,
+) -> None:
+    """Define the rule of one op or several (names with blanks between them).
+
+    Args:
+        names: ``aten::mm`` for all overloads, ``aten::max.dim`` for one; ``aten::`` may be left out.
+        notation: the dims in letters, see the top of this module.
+        linear: sum of products in which the op is linear, operands named a, b, c ...: ``"a+b*c"``.
+        moves: as ``linear``, for ops that only move elements: every kind of Partial is kept.
+        whole: letters that must not be cut.
+        reduce: what cutting a letter leaves in an output without it; "sum" for linear ops.
+        slices: operands that are cut locally where they are whole and others are sharded; "*" for all.
+        converts: operands that are brought to wherever they are needed, with communication.
+        lifts: replicated terms of a sum may become partial.
+        grouped: letters of which one operand has a multiple of another's.
+        linear_if: the op is linear only for such calls.
+        localize: local values of arguments that depend on global sizes.
+        specialize: another op for some signatures.
+        shape: how the result's shape is computed without a meta kernel; "letters" for contiguous results whose
+            dims are the letters.
+        always: the rule answers for replicated inputs too.
+    """
+    terms = parse_terms(linear or moves)
+    binder = Binder(
+        notation,
+        whole=whole,
+        reduce=reduce if reduce is not None or not terms or moves else "sum",
+        terms=terms,
+        kinds=ALL_KINDS if moves else LINEAR_KINDS,
+        lifts=lifts,
+        slices=slices,
+        converts=converts,
+        grouped=grouped,
+        linear_if=linear_if,
+    )
+    full = full_names(names)
+    register(full, EquationRule(binder, localize, specialize, always))
+    if shape == "letters":
+        register_shape(full, lambda call: letters_shape(binder, call))
+    elif callable(shape):
+        register_shape(full, shape)
+
+
+def full_names(names: str) -> list[str]:
+    """Names with their namespace."""
+    return [name if "::" in name else f"aten::{name}" for name in names.split()]
+
+
+def letters_shape(binder: Binder, call: Call) -> Metas | None:
+    """Contiguous results whose sizes are those of the letters, in the dtype that all inputs have."""
+    equation = binder(call)
+    dtype = call.inputs[0].dtype
+    if equation is None or any(spec.dtype is not dtype for spec in call.inputs):
+        return None
+    sizes: dict[str | None, int] = {None: 1}
+    for dims, spec in zip(equation.inputs, call.inputs, strict=True):
+        for letter, size in zip(dims or (), spec.shape):
+            if sizes.setdefault(letter, size) != size:
+                return None
+    metas = []
+    for dims in equation.outputs:
+        shape = tuple(sizes[letter] for letter in dims)
+        metas.append(TensorMeta(shape, contiguous_stride(shape), dtype))
+    return tuple(metas)

@@ -1,0 +1,413 @@
+"""What an op does to dims, in letters; the signatures that follow from it; and the one that fits given placements.
+
+A *signature* says, for one mesh axis, how each input is placed and how each output then is. Here a placement is
+coded as None (Replicate), an int (Shard of that dim) or a string (Partial of that kind).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from dtorch.spec import Spec
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Partial, Placement, Placements, ReduceOp, Replicate, Shard, split
+
+#: A letter for each dim; None where the dim has size 1 and is broadcast, so that it can never be cut.
+Dims: TypeAlias = tuple[str | None, ...]
+#: How one mesh axis holds a tensor: None, the sharded dim, or the kind of Partial.
+Code: TypeAlias = "int | ReduceOp | None"
+
+LINEAR_KINDS: tuple[ReduceOp, ...] = ("sum", "avg")
+ALL_KINDS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """An op on inputs of given ranks.
+
+    Attributes:
+        inputs: letters of each input; None for a tensor that takes no part (the target of ``out=``).
+        outputs: letters of each return.
+        whole: letters whose dims every device needs whole.
+        reduce: what sharding a letter leaves in an output that lacks it; None: it must not be sharded.
+        terms: the op is a sum of these products of inputs; empty when it is not linear.
+        kinds: kinds of Partial that the terms keep.
+        lifts: replicated terms may become partial so that they count once (no bytes move).
+        slices: inputs that are cut locally when they are whole and another input is sharded (no bytes move).
+        converts: inputs that are brought to any placement that the others ask for (documented, e.g. ``copy_``).
+        fixed: inputs that are written to, so that their placement stays.
+        grouped: letters whose dims are multiples of one another (heads and groups of heads); a cut of one is
+            matched with the cut of the other times the ratio.
+    """
+
+    inputs: tuple[Dims | None, ...]
+    outputs: tuple[Dims, ...]
+    whole: frozenset[str] = frozenset()
+    reduce: ReduceOp | None = None
+    terms: tuple[tuple[int, ...], ...] = ()
+    kinds: tuple[ReduceOp, ...] = LINEAR_KINDS
+    lifts: bool = False
+    slices: frozenset[int] = frozenset()
+    converts: frozenset[int] = frozenset()
+    fixed: frozenset[int] = frozenset()
+    grouped: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How inputs and outputs are placed along one mesh axis. ``letter`` is what it cuts, if anything."""
+
+    inputs: tuple[Code, ...]
+    outputs: tuple[Code, ...]
+    letter: str | None = None
+
+
+@lru_cache(maxsize=4096)
+def signatures(equation: Equation) -> tuple[Signature, ...]:
+    """Every legal signature: all whole, each letter cut, each way to be linear in partial inputs."""
+    result = [Signature((None,) * len(equation.inputs), (None,) * len(equation.outputs))]
+    letters = dict.fromkeys(
+        letter for dims in equation.inputs if dims is not None for letter in dims if letter is not None
+    )
+    for letter in letters:
+        if letter not in equation.whole:
+            result.extend(_cut(equation, letter))
+    for kind in equation.kinds:
+        for chosen in _one_of_each(equation.terms):
+            inputs: list[Code] = [kind if i in chosen else None for i in range(len(equation.inputs))]
+            result.append(Signature(tuple(inputs), (kind,) * len(equation.outputs)))
+    if len(equation.fixed) == 1 == len(equation.outputs):
+        (target,) = equation.fixed
+        if equation.inputs[target] is not None:
+            result = [s for s in result if s.inputs[target] == s.outputs[0]]
+    return tuple(result)
+
+
+def _cut(equation: Equation, letter: str) -> Iterator[Signature]:
+    outputs: list[Code] = []
+    contracted = False
+    for dims in equation.outputs:
+        if letter in dims:
+            outputs.append(dims.index(letter))
+        elif equation.reduce is None:
+            return
+        else:
+            outputs.append(equation.reduce)
+            contracted = True
+    has = [dims is not None and letter in dims for dims in equation.inputs]
+    # A term without the letter would count once on every device: one of its factors must be partial.
+    lacking = [term for term in equation.terms if not any(has[i] for i in term)] if contracted else []
+    for chosen in _one_of_each(tuple(lacking)) if lacking else iter([frozenset[int]()]):
+        inputs: list[Code] = []
+        for i, names in enumerate(equation.inputs):
+            if names is not None and letter in names:
+                inputs.append(names.index(letter))
+            else:
+                inputs.append(equation.reduce if i in chosen else None)
+        yield Signature(tuple(inputs), tuple(outputs), letter)
+
+
+def _one_of_each(terms: tuple[tuple[int, ...], ...]) -> Iterator[frozenset[int]]:
+    """Each choice of one factor of each term; none when there are no terms or one has no tensor in it."""
+    if terms:
+        for chosen in itertools.product(*terms):
+            yield frozenset(chosen)
+
+
+def code(placement: Placement) -> Code:
+    """The code of a placement; units are compared later."""
+    if isinstance(placement, Shard):
+        return placement.dim
+    return placement.op if isinstance(placement, Partial) else None
+
+
+@dataclass(slots=True)
+class Mismatch(Exception):
+    """No signature fits. ``axis`` is the mesh axis where it went wrong; ``{0}`` in the reason is input 0."""
+
+    reason: str
+    axis: int
+    #: An input that is cut otherwise than another, and the placements that would agree.
+    recut: tuple[int, Placements] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Layouts of inputs as the kernel sees them, of outputs, and the conversions that bring inputs there."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    conversions: tuple[tuple[int, Layout], ...]
+    #: The letter that each mesh axis cuts.
+    letters: tuple[str | None, ...]
+
+
+def match(
+    equation: Equation, inputs: Sequence[Spec], out_shapes: Sequence[tuple[int, ...] | None]
+) -> Matched:
+    """The signature of every mesh axis, put together.
+
+    Raises:
+        Mismatch: none fits along some axis, or two inputs are cut at different places.
+    """
+    mesh = inputs[0].layout.mesh
+    chosen = [
+        choose(equation, tuple(code(spec.layout.placements[axis]) for spec in inputs), axis)
+        for axis in range(mesh.ndim)
+    ]
+    units = _units(equation, inputs, chosen)
+    wanted = []
+    conversions = []
+    for index, spec in enumerate(inputs):
+        layout = _input_layout(equation, index, spec, chosen, units)
+        if layout is not spec.layout:
+            conversions.append((index, layout))
+        wanted.append(layout)
+    outputs = []
+    for index in range(len(equation.outputs)):
+        placements = tuple(_place(s.outputs[index], units[axis]) for axis, s in enumerate(chosen))
+        outputs.append(layout_of(mesh, placements))
+    letters = tuple(s.letter for s in chosen)
+    _check_cuts(equation, inputs, wanted, out_shapes, outputs, letters)
+    return Matched(tuple(wanted), tuple(outputs), tuple(conversions), letters)
+
+
+@lru_cache(maxsize=16384)
+def layout_of(mesh: DeviceMesh, placements: Placements) -> Layout:
+    """One object for equal layouts, so that specs compare fast."""
+    return Layout(mesh, placements)
+
+
+def choose(equation: Equation, given: tuple[Code, ...], axis: int) -> Signature:
+    """The signature of one axis: the one that fits as it is, or with the fewest allowed conversions.
+
+    Raises:
+        Mismatch: none fits.
+    """
+    legal = signatures(equation)
+    best: Signature | None = None
+    best_count = len(given) + 1
+    for signature in legal:
+        count = 0
+        for index, (have, want) in enumerate(zip(given, signature.inputs)):
+            if have != want and equation.inputs[index] is not None:
+                if not _convertible(equation, index, have, want):
+                    break
+                count += 1
+        else:
+            if count == 0:
+                return signature
+            if count < best_count:
+                best, best_count = signature, count
+    if best is None:
+        raise Mismatch(_why(equation, given), axis)
+    return best
+
+
+def _convertible(equation: Equation, index: int, have: Code, want: Code) -> bool:
+    if index in equation.fixed:
+        return False
+    if index in equation.converts:
+        return True
+    if have is not None:
+        return False
+    if isinstance(want, str):
+        return equation.lifts
+    return index in equation.slices
+
+
+def _name(index: int) -> str:
+    """The place of an input's name in a reason."""
+    return f"{{{index}}}"
+
+
+def _why(equation: Equation, given: tuple[Code, ...]) -> str:
+    cut: dict[str, int] = {}
+    for index, (have, dims) in enumerate(zip(given, equation.inputs)):
+        if isinstance(have, int) and dims is not None:
+            letter = dims[have]
+            if letter is None:
+                return f"dim {have} of {_name(index)} has size 1 and is broadcast, so it cannot be sharded"
+            if letter in equation.whole:
+                return f"the op needs dim {have} of {_name(index)} whole on every device"
+            cut.setdefault(letter, index)
+    partial = [index for index, have in enumerate(given) if isinstance(have, str)]
+    if partial and not equation.terms:
+        return f"{_name(partial[0])} is Partial, and the op is not linear in it"
+    if partial and cut:
+        return f"{_name(partial[0])} is Partial where {_name(next(iter(cut.values())))} is sharded"
+    if partial:
+        return f"{_name(partial[0])} is Partial, and the op is not linear in these inputs together"
+    if len(cut) > 1:
+        first, second, *_ = cut.values()
+        return f"{_name(first)} and {_name(second)} are sharded on dims that do not correspond"
+    return "the inputs are placed differently"
+
+
+def _place(coded: Code, unit: int) -> Placement:
+    if coded is None:
+        return Replicate()
+    return Shard(coded, unit) if isinstance(coded, int) else Partial(coded)
+
+
+def _units(equation: Equation, inputs: Sequence[Spec], chosen: Sequence[Signature]) -> list[int]:
+    """The unit of the cut on each axis: those of one input with the coarsest, so that nested cuts agree."""
+    units = [1] * len(chosen)
+    axes_of: dict[str, list[int]] = {}
+    for axis, signature in enumerate(chosen):
+        if signature.letter is not None:
+            axes_of.setdefault(signature.letter, []).append(axis)
+    for axes in axes_of.values():
+        best: tuple[int, ...] = ()
+        for index, spec in enumerate(inputs):
+            found = []
+            for axis in axes:
+                placement = spec.layout.placements[axis]
+                want = chosen[axis].inputs[index]
+                if isinstance(want, int) and isinstance(placement, Shard) and placement.dim == want:
+                    found.append(placement.unit)
+            if (len(found), *found) > best:
+                best = (len(found), *found)
+                if len(found) == len(axes):
+                    for axis, unit in zip(axes, found, strict=True):
+                        units[axis] = unit
+        if best[0] < len(axes):
+            for axis in axes:
+                units[axis] = _first_unit(inputs, chosen[axis], axis)
+    return units
+
+
+def _first_unit(inputs: Sequence[Spec], signature: Signature, axis: int) -> int:
+    for spec, want in zip(inputs, signature.inputs, strict=True):
+        placement = spec.layout.placements[axis]
+        if isinstance(placement, Shard) and placement.dim == want:
+            return placement.unit
+    return 1
+
+
+def _input_layout(
+    equation: Equation, index: int, spec: Spec, chosen: Sequence[Signature], units: Sequence[int]
+) -> Layout:
+    if equation.inputs[index] is None:
+        return spec.layout
+    placements = list(spec.layout.placements)
+    changed = False
+    for axis, signature in enumerate(chosen):
+        want = signature.inputs[index]
+        if code(placements[axis]) != want:
+            placements[axis] = _place(want, units[axis])
+            changed = True
+            if index not in equation.converts and isinstance(want, int):
+                _check_nested(index, want, axis, spec)
+    return layout_of(spec.layout.mesh, tuple(placements)) if changed else spec.layout
+
+
+def _check_nested(index: int, dim: int, axis: int, spec: Spec) -> None:
+    """A local slice must be inside what the device has: later axes must not cut the dim already."""
+    for later in spec.layout.placements[axis + 1 :]:
+        if isinstance(later, Shard) and later.dim == dim:
+            raise Mismatch(
+                f"{_name(index)} is cut along dim {dim} by a later axis only, so a local slice does not give its part",
+                axis,
+            )
+
+
+def _check_cuts(
+    equation: Equation,
+    inputs: Sequence[Spec],
+    wanted: Sequence[Layout],
+    out_shapes: Sequence[tuple[int, ...] | None],
+    outputs: Sequence[Layout],
+    letters: tuple[str | None, ...],
+) -> None:
+    """Every tensor that has a cut letter must be cut at the same places."""
+    for letter in {found for found in letters if found is not None}:
+        axes = [axis for axis, found in enumerate(letters) if found == letter]
+        tensors = [
+            (index, dims.index(letter), spec.shape, wanted[index])
+            for index, (dims, spec) in enumerate(zip(equation.inputs, inputs, strict=True))
+            if dims is not None and letter in dims
+        ]
+        tensors += [
+            (-1, dims.index(letter), shape, layout)
+            for dims, shape, layout in zip(equation.outputs, out_shapes, outputs, strict=True)
+            if shape is not None and letter in dims
+        ]
+        largest = max(shape[dim] for _, dim, shape, _ in tensors)
+        places: dict[tuple[int, ...], int] = {}
+        for index, dim, shape, layout in tensors:
+            cuts = nested_cuts(shape[dim], dim_cuts(layout, dim))
+            if letter in equation.grouped and shape[dim]:
+                cuts = tuple(at * (largest // shape[dim]) for at in cuts)
+            places.setdefault(cuts, index)
+        if len(places) > 1:
+            recut = _recut(equation, inputs, places, letter, axes)
+            raise Mismatch(_cut_differently(places), axes[-1], recut)
+
+
+def _recut(
+    equation: Equation,
+    inputs: Sequence[Spec],
+    places: dict[tuple[int, ...], int],
+    letter: str,
+    axes: list[int],
+) -> tuple[int, Placements] | None:
+    """Cut the second input as the first."""
+    first, second, *_ = places.values()
+    if second == -1 or second in equation.fixed:
+        return None
+    dims = equation.inputs[second]
+    assert dims is not None
+    placements = list(inputs[second].layout.placements)
+    for axis in axes:
+        like = inputs[first].layout.placements[axis]
+        placements[axis] = Shard(dims.index(letter), like.unit if isinstance(like, Shard) else 1)
+    return second, tuple(placements)
+
+
+def _cut_differently(places: dict[tuple[int, ...], int]) -> str:
+    (first_cut, first), (second_cut, second), *_ = places.items()
+    if second == -1:
+        return f"the cuts of {_name(first)} at {list(first_cut)} are not cuts of the output"
+    return (
+        f"{_name(first)} and {_name(second)} are cut at different places, {list(first_cut)} and {list(second_cut)}; "
+        f"give them the same Shard(..., unit=)"
+    )
+
+
+@lru_cache(maxsize=16384)
+def nested_cuts(size: int, cuts: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """Where a dim is cut by axes of (ranks, unit), one inside the other: the ends of all pieces, in order."""
+    pieces = [(0, size)]
+    for num_ranks, unit in cuts:
+        pieces = [
+            (start + low, start + high)
+            for start, stop in pieces
+            for low, high in split(stop - start, num_ranks, unit)
+        ]
+    return tuple(stop for _, stop in pieces)
+
+
+def dim_cuts(layout: Layout, dim: int) -> tuple[tuple[int, int], ...]:
+    """The (ranks, unit) of each axis that cuts a dim, outermost first."""
+    return tuple(
+        (layout.mesh.shape[axis], placement.unit)
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Shard) and placement.dim == dim
+    )
+
+
+def has_empty_piece(shape: tuple[int, ...], layout: Layout) -> bool:
+    """Whether some device holds no element of a tensor that has some."""
+    for dim, size in enumerate(shape):
+        cuts = dim_cuts(layout, dim)
+        if size and cuts:
+            ends = nested_cuts(size, cuts)
+            if any(start == stop for start, stop in zip((0, *ends), ends)):
+                return True
+    return False
