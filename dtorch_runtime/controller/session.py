@@ -244,6 +244,8 @@ class Session:
         if fetch is None or fetch.node != node or fetch.device != message.device:
             return False
         end = message.offset_bytes + num_bytes
+        if message.offset_bytes < fetch.num_received and end <= fetch.num_received:
+            return False  # it came twice
         if message.offset_bytes != fetch.num_received or end > message.total_bytes:
             del self.fetches[message.request_id]
             text = f"bytes {message.offset_bytes} to {end} of {message.total_bytes} came after {fetch.num_received}"

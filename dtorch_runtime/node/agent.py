@@ -247,7 +247,7 @@ class NodeAgent:
     def _call(self, executor: Executor, call: ExecutorCall) -> None:
         self._is_calling = True
         try:
-            _perform(executor, call)
+            perform(executor, call)
         except Exception as error:
             _logger.exception("the executor raised in %s", type(call).__name__)
             self._handle(ExecutorBroke(reason=f"its executor raised {error!r} in {type(call).__name__}"))
@@ -257,7 +257,8 @@ class NodeAgent:
             self._take_reports()
 
 
-def _perform(executor: Executor, call: ExecutorCall) -> None:
+def perform(executor: Executor, call: ExecutorCall) -> None:
+    """Carry out a decision of ``NodeState`` that concerns the executor."""
     if isinstance(call, RunOps):
         executor.run(call.session, call.seq, unpack(call.frame))
     elif isinstance(call, StartFetch):

@@ -209,13 +209,14 @@ class NullExecutor:
     def _inherited_failure(
         self, state: _Session, template: TemplateRecord, inputs: Sequence[int]
     ) -> FailureRecord | None:
+        is_exchange = template.op.startswith(_EXCHANGING)
         for value_id in inputs:
             value = state.values.get(value_id)
-            if value is None:
-                return self._missing(value_id, min(self._devices))
-            if value.failure is not None:
+            if value is not None and value.failure is not None:
                 return value.failure
-        if template.op.startswith(_EXCHANGING):
+            if value is None and not is_exchange:  # of an exchange, another node may hold it
+                return self._missing(value_id, min(self._devices))
+        if is_exchange:
             devices = [device for mesh_id in template.mesh_ids for device in state.meshes[mesh_id].devices]
             return next((self._lost[device] for device in devices if device in self._lost), None)
         return None

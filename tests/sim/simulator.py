@@ -1,0 +1,227 @@
+"""A whole control plane in one thread: the real controller state, real node states over null executors, and clients.
+
+Nothing here has a clock or a socket. Connections are queues; a seeded generator picks which of all possible steps comes
+next: a message arrives, a piece of work ends, a client does something, somebody dies. So every order of events that the
+network allows can happen, and a seed repeats it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from dtorch_runtime.controller.events import BeatsStopped, Event, PeerGone, Received, Send
+from dtorch_runtime.controller.state import ControllerConfig, ControllerState
+from dtorch_runtime.node import events as node_events
+from dtorch_runtime.node.agent import perform
+from dtorch_runtime.node.executor import ExecutorEvent
+from dtorch_runtime.node.state import NodeConfig, NodeState
+from dtorch_runtime.testing.null_executor import NullExecutor
+from dtorch_runtime.wire.codec import decode_to_client, decode_to_controller, decode_to_node, encode
+from dtorch_runtime.wire.messages import Done, FetchFailed, Message, OpFailed, ValueData
+from tests.support.control import KEY
+
+#: The op that raises on every worker.
+RAISING_OP = "test::raise"
+_CHUNK_BYTES = 16
+
+Packet = tuple[Message, tuple[Any, ...]]
+
+
+class SimPeer:
+    """One end of a connection to the controller. ``uplink`` and ``downlink`` are what is on the way."""
+
+    def __init__(self, sim: Simulator, number: int) -> None:
+        self.sim = sim
+        self.number = number
+        self.uplink: deque[Packet] = deque()
+        self.downlink: deque[Packet] = deque()
+        self.is_alive = True
+
+    def send(self, message: Message, frames: Iterable[Any] = ()) -> None:
+        if self.is_alive:
+            self.uplink.append((message, tuple(frames)))
+
+    def arrived(self, message: Any, frames: tuple[Any, ...]) -> None:
+        """A message of the controller."""
+        raise NotImplementedError
+
+    def decode(self, frame: bytes) -> Any:
+        raise NotImplementedError
+
+    def die(self) -> None:
+        """Without a word. Some of what it sent last is lost with it."""
+        self.is_alive = False
+        for _ in range(self.sim.rng.randrange(len(self.uplink) + 1)):
+            self.uplink.pop()
+        self.downlink.clear()
+
+
+class SimNode(SimPeer):
+    """A node agent."""
+
+    def __init__(self, sim: Simulator, number: int, name: str, num_devices: int) -> None:
+        super().__init__(sim, number)
+        self.name = name
+        self.reports: deque[ExecutorEvent] = deque()
+        self.executor = NullExecutor(
+            report=self.reports.append, node_name=name, is_gated=True, raising_ops=[RAISING_OP]
+        )
+        self.state = NodeState(
+            NodeConfig(
+                name=name,
+                host="host",
+                pid=number,
+                device_type="cpu",
+                num_devices=num_devices,
+                data_endpoint=f"ipc:///{name}",
+                session_key=KEY,
+                chunk_bytes=_CHUNK_BYTES,
+                check=True,
+            )
+        )
+        self._handle(node_events.Connected())
+
+    def arrived(self, message: Any, frames: tuple[Any, ...]) -> None:
+        self._handle(node_events.Received(message=message, frames=frames))
+
+    def decode(self, frame: bytes) -> Any:
+        return decode_to_node(frame)
+
+    def take_reports(self) -> None:
+        """Some of what the executor reported reaches the state."""
+        count = self.sim.rng.randrange(len(self.reports)) + 1
+        self._handle(node_events.Reported(events=[self.reports.popleft() for _ in range(count)]))
+
+    def _handle(self, event: node_events.Event) -> None:
+        for action in self.state.handle(event):
+            if isinstance(action, node_events.Send):
+                self.send(action.message, action.frames)
+            elif isinstance(action, node_events.Leave):
+                assert not self.is_alive, f"{self.name} left: {action.reason}"
+            else:
+                perform(self.executor, action)
+
+
+class SimClient(SimPeer):
+    """A client: a subclass decides what it does and what it makes of what arrives."""
+
+    @property
+    def can_act(self) -> bool:
+        """Whether there is something that it would do now."""
+        raise NotImplementedError
+
+    def act(self) -> None:
+        """Do the next thing."""
+        raise NotImplementedError
+
+    def decode(self, frame: bytes) -> Any:
+        return decode_to_client(frame)
+
+
+ClientT = TypeVar("ClientT", bound=SimClient)
+
+
+class Simulator:
+    """See the module. The states check their invariants after every event."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.now_s = 0.0
+        self.controller = ControllerState(
+            ControllerConfig(
+                is_session_key=lambda key: key == KEY, heartbeat_endpoint="", started_s=0.0, check=True
+            )
+        )
+        self.peers: dict[int, SimPeer] = {}
+        #: Deaths that the controller has still to notice.
+        self._notices: list[Event] = []
+        #: How likely a message that may come twice does so.
+        self.duplicate_probability = 0.0
+        #: Messages to the controller that get lost, which no connection does: for tests of the checks themselves.
+        self.loses: Callable[[Message], bool] = lambda message: False
+        self.num_steps = 0
+
+    # ---- who is there ----
+
+    def add_node(self, name: str, num_devices: int = 2) -> SimNode:
+        node = SimNode(self, len(self.peers) + 1, name, num_devices)
+        self.peers[node.number] = node
+        return node
+
+    def add_client(self, make: Callable[[Simulator, int], ClientT]) -> ClientT:
+        client = make(self, len(self.peers) + 1)
+        self.peers[client.number] = client
+        return client
+
+    @property
+    def nodes(self) -> list[SimNode]:
+        """The live nodes."""
+        return [peer for peer in self.peers.values() if isinstance(peer, SimNode) and peer.is_alive]
+
+    def kill(self, peer: SimPeer, beat_name: str) -> None:
+        """End a peer without a word; the controller notices some time later, by either sign."""
+        peer.die()
+        signs: list[Event] = [
+            PeerGone(peer=peer.number, reason="its connection is gone"),
+            BeatsStopped(beat_name=beat_name, reason="no heartbeat"),
+        ]
+        self._notices.append(self.rng.choice(signs))
+
+    # ---- steps ----
+
+    def tell_controller(self, event: Event) -> None:
+        """One event for the controller; what it sends is put on the way."""
+        self.now_s += 0.001
+        for action in self.controller.handle(event, self.now_s):
+            if isinstance(action, Send):
+                for number in action.peers:
+                    peer = self.peers[number]
+                    if peer.is_alive:
+                        peer.downlink.append((action.message, tuple(action.frames)))
+
+    def run(self, max_steps: int = 100_000, *, until_quiet: bool = True) -> None:
+        """Take random steps until none is possible, or ``max_steps`` of them."""
+        for _ in range(max_steps):
+            steps = self._possible_steps()
+            if not steps:
+                return
+            self.rng.choice(steps)()
+            self.num_steps += 1
+        assert not until_quiet, f"not quiet after {max_steps} steps"
+
+    def _possible_steps(self) -> list[Callable[[], None]]:
+        steps: list[Callable[[], None]] = [partial(self._notice, notice) for notice in self._notices]
+        for peer in self.peers.values():
+            if peer.uplink:
+                steps.append(partial(self._deliver_up, peer))
+            if peer.downlink:
+                steps.append(partial(self._deliver_down, peer))
+            if isinstance(peer, SimNode) and peer.is_alive and peer.executor.num_held:
+                steps.append(partial(peer.executor.release, 1))
+            if isinstance(peer, SimNode) and peer.is_alive and peer.reports:
+                steps.append(peer.take_reports)
+            if isinstance(peer, SimClient) and peer.is_alive and peer.can_act:
+                steps.append(peer.act)
+        return steps
+
+    def _notice(self, notice: Event) -> None:
+        self._notices.remove(notice)
+        self.tell_controller(notice)
+
+    def _deliver_up(self, peer: SimPeer) -> None:
+        message, frames = peer.uplink.popleft()
+        if self.loses(message):
+            return
+        may_repeat = isinstance(message, Done | ValueData | FetchFailed | OpFailed)
+        if may_repeat and self.rng.random() < self.duplicate_probability:
+            peer.uplink.appendleft((message, frames))
+        decoded = decode_to_controller(encode(message))
+        self.tell_controller(Received(peer=peer.number, message=decoded, frames=frames))
+
+    def _deliver_down(self, peer: SimPeer) -> None:
+        message, frames = peer.downlink.popleft()
+        peer.arrived(peer.decode(encode(message)), frames)
