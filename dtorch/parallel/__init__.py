@@ -1,1 +1,8 @@
 """Models that were written for one device, on a mesh."""
+
+from __future__ import annotations
+
+from dtorch.parallel.parallelize import parallelize
+from dtorch.parallel.report import LayerRow, Report, describe
+
+__all__ = ["LayerRow", "Report", "describe", "parallelize"]

@@ -151,7 +151,7 @@ def _plan_module(facts: ModuleFacts, entry: str | Placements, mesh: DeviceMesh) 
             f"style {entry!r} is for {' and '.join(STYLES[entry])} modules; {facts.name!r} is of kind "
             f"{facts.kind!r}, for which there {'is' if len(fitting) == 1 else 'are'} {', '.join(fitting)}"
         )
-    if entry == "replicate" or not mesh.has_axis(TP_AXIS):
+    if entry == "replicate" or not has_ranks(mesh, TP_AXIS):
         return ModulePlan("replicate", {name: _on_tp(mesh, Replicate()) for name in facts.weights})
     dim = 1 if entry.startswith("rowwise") else 0
     cut = Shard(dim, _unit(facts, dim))
@@ -176,6 +176,11 @@ def _unit(facts: ModuleFacts, dim: int) -> int:
     size = facts.weights["weight"][dim]
     groups = facts.num_head_groups
     return size // groups if groups and size % groups == 0 else 1
+
+
+def has_ranks(mesh: DeviceMesh, axis: str) -> bool:
+    """Whether the mesh has an axis of that name with several ranks along it."""
+    return mesh.has_axis(axis) and mesh.size(axis) > 1
 
 
 def _on_tp(mesh: DeviceMesh, placement: Placement) -> Placements:

@@ -1,0 +1,153 @@
+"""Module hooks that bring activations to the placements that a parallel plan needs."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtorch.factory import from_torch
+from dtorch.graph import Graph
+from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, ModulePlan, has_ranks
+from dtorch.tensor import Tensor
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Placement, Placements, Replicate, Shard
+
+#: Names of the argument that says what the batch size is, in the order in which they are looked for.
+_MAIN_INPUTS = ("input_ids", "inputs_embeds", "input_values", "input_features", "pixel_values")
+
+
+def add_module_hooks(module: nn.Module, plan: ModulePlan) -> None:
+    """The hooks that ``plan`` asks for; they touch the ``tp`` axis only."""
+    if plan.splits_input is not None:
+        cut = plan.splits_input
+
+        def split_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            first, *rest = args
+            return (first.redistribute_by_dict({TP_AXIS: Shard(first.ndim - 1, cut.unit)}), *rest)
+
+        module.register_forward_pre_hook(split_input)
+    if plan.restores_output:
+        module.register_forward_hook(_restore_output)
+
+
+def _restore_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    restored: Tensor = output.redistribute_by_dict({TP_AXIS: Replicate()})
+    return restored
+
+
+# ---- the model's entry and exit ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Where the caller's main input lies; None where it is a plain tensor."""
+
+    mesh: DeviceMesh | None
+    placements: Placements | None
+    batch: int | None
+
+
+class _Frames(threading.local):
+    """The calls of parallel models in progress on this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[int, _Caller, AbstractContextManager[Any]]] = []
+
+
+_frames = _Frames()
+
+
+def add_entry_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make calls of ``model`` run on ``mesh``, whatever mesh the caller works on.
+
+    Tensors among the arguments, in lists, tuples and dicts too, are brought to the mesh, and those that have the
+    batch as dim 0 are split along its ``dp`` axis. What the model returns goes back to the mesh of the caller's
+    main input, sharded on dim 0 where that was, replicated otherwise.
+    """
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        main = _main_input(module, args, kwargs)
+        batch = main.shape[0] if main is not None and main.ndim else None
+        if isinstance(main, Tensor):
+            caller, graph = _Caller(main.device_mesh, main.placements, batch), main.graph
+        else:
+            caller, graph = _Caller(None, None, batch), Graph.default_graph()
+        guard = graph.device_mesh_guard(mesh)
+        guard.__enter__()
+        _frames.open.append((id(module), caller, guard))
+
+        def bring(tensor: torch.Tensor) -> torch.Tensor:
+            return _bring(tensor, mesh, caller.batch)
+
+        return map_tensors(bring, args), map_tensors(bring, kwargs)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        # Also called when the forward raised, and then even if `enter` never ran because a hook before it raised.
+        if not _frames.open or _frames.open[-1][0] != id(module):
+            return None
+        _, caller, guard = _frames.open.pop()
+        try:
+            return map_tensors(lambda tensor: _give_back(tensor, mesh, caller), output)
+        finally:
+            guard.__exit__(None, None, None)
+
+    model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    model.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """``tree`` with ``function`` applied to the tensors in its tuples, lists and dicts (model outputs are dicts).
+
+    Other objects, such as key/value caches, are passed through.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, tuple | list):
+        items = [map_tensors(function, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict):
+        result = copy.copy(tree)
+        for key, item in tree.items():
+            result[key] = map_tensors(function, item)
+        return result
+    return tree
+
+
+def _main_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    names = (getattr(module, "main_input_name", _MAIN_INPUTS[0]), *_MAIN_INPUTS)
+    given = [*args, *(kwargs[name] for name in names if name in kwargs), *kwargs.values()]
+    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    return next((tensor for tensor in tensors if tensor.ndim > 1), tensors[0] if tensors else None)
+
+
+def _bring(tensor: torch.Tensor, mesh: DeviceMesh, batch: int | None) -> torch.Tensor:
+    is_batched = batch is not None and tensor.ndim > 1 and tensor.shape[0] == batch
+    on_dp: Placement = Shard(0) if is_batched and has_ranks(mesh, DP_AXIS) else Replicate()
+    if isinstance(tensor, Tensor):
+        if tensor.device_mesh == mesh:
+            return tensor.redistribute_by_dict({DP_AXIS: on_dp}) if mesh.has_axis(DP_AXIS) else tensor
+        return tensor.redistribute(device_mesh=mesh, placements=_on_dp(mesh, on_dp))
+    if tensor.ndim == 0 or tensor.device.type != "cpu":
+        return tensor
+    return from_torch(tensor, device_mesh=mesh, placements=_on_dp(mesh, on_dp))
+
+
+def _give_back(tensor: torch.Tensor, mesh: DeviceMesh, caller: _Caller) -> torch.Tensor:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    target = caller.mesh or mesh
+    placements: list[Placement] = [Replicate()] * target.ndim
+    if caller.placements is not None and tensor.ndim and tensor.shape[0] == caller.batch:
+        placements = [p if p == Shard(0) else Replicate() for p in caller.placements]
+    return tensor.redistribute(device_mesh=target, placements=placements)
+
+
+def _on_dp(mesh: DeviceMesh, placement: Placement) -> list[Placement]:
+    return [placement if name == DP_AXIS else Replicate() for name in mesh.mesh_dim_names or ()]

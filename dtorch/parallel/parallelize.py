@@ -1,0 +1,90 @@
+"""``parallelize``: an unmodified model onto a mesh with axes named ``dp`` and ``tp``."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, TypeVar
+
+import torch
+from torch import nn
+
+from dtorch.graph import Graph
+from dtorch.parallel.buffers import restore_buffers
+from dtorch.parallel.facts import auto_plan, base_prefix, collect_facts
+from dtorch.parallel.hooks import add_entry_hooks, add_module_hooks
+from dtorch.parallel.place import Progress, check_sources, collect_homes, find_stored, place
+from dtorch.parallel.tp_plan import Plan, check_mesh, plan_modules
+from dtorch.parallel.weights import Checkpoint
+from dtorch_runtime.errors import SettingError
+from dtorch_runtime.ir.mesh import DeviceMesh
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def parallelize(
+    model: Module,
+    mesh: DeviceMesh,
+    plan: Plan | Literal["auto"] = "auto",
+    checkpoint: str | os.PathLike[str] | None = None,
+    *,
+    on_progress: Progress | None = None,
+) -> Module:
+    """Put the weights of ``model`` on ``mesh`` and make it run there; the code that calls it stays as it is.
+
+    On the ``tp`` axis Linear and Embedding weights are cut as ``plan`` says and the rest is replicated; on the
+    ``dp`` axis inputs are split by batch. Cuts fall between groups of query heads that share a key/value head.
+
+    Args:
+        model: changed in place. Its weights may be on the CPU, where each is released once it is placed, or on
+            ``"meta"`` or ``"dtorch"`` with ``checkpoint`` to say what they are.
+        mesh: axes named ``dp``, ``tp`` or both.
+        plan: ``"auto"`` reads the plan that a Hugging Face model carries. Otherwise a dict from patterns of module
+            names (``"layers.*.mlp.up_proj"``) to a style of ``dtorch.parallel.tp_plan`` or to the placements of
+            the weight, one for each mesh axis. Modules that it does not name are replicated.
+        checkpoint: a safetensors file, or a folder with one or with an index of several. Read a few rows at a time.
+        on_progress: called after each tensor with its name, the bytes placed so far and the bytes of all.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        MeshError: axes without names, axes with others, or devices that the cluster does not have.
+        SettingError: a pattern that matches nothing, a style that does not exist or does not fit, a checkpoint that
+            lacks weights or has them in another shape, or a model that is already parallel.
+        PlacementError: placements that do not fit the mesh or the weight.
+        UnsupportedError: ``"auto"`` for a model that carries no plan, or a buffer whose values cannot be made again.
+    """
+    _check(model, mesh)
+    facts = collect_facts(model)
+    prefix = base_prefix(model)
+    plans = plan_modules(facts, auto_plan(model, facts) if plan == "auto" else plan, mesh, prefix)
+    source = None if checkpoint is None else Checkpoint(checkpoint)
+    with torch.no_grad(), Graph.default_graph().device_mesh_guard(mesh):
+        restore_buffers(model)
+        homes = collect_homes(model, mesh, plans)
+        if source is not None:
+            find_stored(homes, source, prefix)
+        check_sources(homes)
+        place(homes, mesh, on_progress)
+    for name, module in model.named_modules():
+        if name in plans:
+            add_module_hooks(module, plans[name])
+    add_entry_hooks(model, mesh)
+    object.__setattr__(model, "dtorch_mesh", mesh)
+    return model
+
+
+def _check(model: nn.Module, mesh: DeviceMesh) -> None:
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"parallelize() takes a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise SettingError(
+            f"parallelize() takes a mesh, e.g. dtorch.init_device_mesh('cpu', (2,), mesh_dim_names=('tp',)), "
+            f"got {type(mesh).__name__}"
+        )
+    if hasattr(model, "dtorch_mesh"):
+        raise SettingError(
+            f"this {type(model).__name__} is parallel already, on {model.dtorch_mesh!r}; "
+            f"build it again to put it on another mesh"
+        )
+    check_mesh(mesh)
