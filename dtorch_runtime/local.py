@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,8 +184,14 @@ class LocalCluster:
             for child in self._children:
                 child.wait(deadline_s)
             shutil.rmtree(self._folder, ignore_errors=True)
-            _remove_shared_memory(self.pids.values())
+            remove_shared_memory(self.pids.values())
         atexit.unregister(self.stop)
+
+
+def default_devices(num_nodes: int) -> int:
+    """Virtual devices of each node when nothing was asked for: 64 on a single node, whose workers start when they are
+    first used; on several nodes the number of cores, at least 2."""
+    return DEFAULT_DEVICES if num_nodes == 1 else max(2, os.cpu_count() or 1)
 
 
 def start_local_cluster(
@@ -201,8 +207,7 @@ def start_local_cluster(
     The first process holds the controller and ``node0``; each further node has its own.
 
     Args:
-        devices_per_node: by default 64 on a single node, whose workers start when they are first used; on several
-            nodes the number of cores, at least 2.
+        devices_per_node: by default ``default_devices(num_nodes)``.
         executor: ``module:name`` of another executor, for tests.
 
     Raises:
@@ -211,7 +216,7 @@ def start_local_cluster(
     """
     settings = settings or Settings.from_environment()
     if devices_per_node is None:
-        devices_per_node = DEFAULT_DEVICES if num_nodes == 1 else max(2, os.cpu_count() or 1)
+        devices_per_node = default_devices(num_nodes)
     for name, value in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node)):
         if not isinstance(value, int) or value < 1:
             raise SettingError(f"{name} takes a positive int, got {value!r}")
@@ -237,7 +242,7 @@ def start_local_cluster(
         raise TransportError(f"cannot start the processes of a local cluster: {error}") from error
 
 
-def _remove_shared_memory(pids: Any) -> None:
+def remove_shared_memory(pids: Iterable[int]) -> None:
     """Remove segments that processes with these ids made and, as they were killed, did not remove."""
     for pid in pids:
         for segment in _SHARED_MEMORY.glob(f"dtorch-{pid}-*"):
