@@ -64,7 +64,7 @@ _HOMES = {
     "Settings": "dtorch_runtime.settings",
     **dict.fromkeys(_FACTORY, "dtorch.factory"),
     "manual_seed": "dtorch.random",
-    "Tensor": "dtorch.tensor",
+    "Tensor": "dtorch.tensors",
     "TensorFuture": "dtorch.future",
     "Graph": "dtorch.graph",
     "parallelize": "dtorch.parallel",
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from dtorch.graph import Graph
     from dtorch.parallel import parallelize
     from dtorch.random import manual_seed
-    from dtorch.tensor import Tensor
+    from dtorch.tensors import Tensor
     from dtorch_runtime.errors import (
         ClusterTimeout,
         ControllerLost,

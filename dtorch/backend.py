@@ -16,7 +16,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from dtorch import random
 from dtorch.dispatch import dispatch
 from dtorch.graph import Graph
-from dtorch.tensor import Tensor
+from dtorch.tensors import Tensor
 
 aten = torch.ops.aten
 _lock = threading.Lock()

@@ -12,7 +12,7 @@ from dtorch.dispatch import make
 from dtorch.graph import Graph
 from dtorch.issue import upload
 from dtorch.location import capture
-from dtorch.tensor import Tensor
+from dtorch.tensors import Tensor
 from dtorch_runtime.errors import MeshError, UnsupportedError
 from dtorch_runtime.ir.layout import Layout, resolve_placements
 from dtorch_runtime.ir.mesh import DeviceMesh
