@@ -69,7 +69,8 @@ class ControllerServer:
         self._numbers: dict[_Address, int] = {}
         self._addresses: dict[int, _Address] = {}
         self._num_peers = 0
-        self._refused: deque[_Address] = deque(maxlen=_MAX_REMEMBERED_PEERS)
+        #: The last ones that were refused, in order, as keys.
+        self._refused: dict[_Address, None] = {}
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._stopped = asyncio.Event()
@@ -185,7 +186,9 @@ class ControllerServer:
         elif isinstance(action, ForgetPeer):
             address = self._addresses.get(action.peer)
             if address is not None:
-                self._refused.append(address)
+                self._refused[address] = None
+                if len(self._refused) > _MAX_REMEMBERED_PEERS:
+                    del self._refused[next(iter(self._refused))]
                 self._forget(action.peer)
         elif isinstance(action, WatchBeats):
             if self._heartbeats is not None and self._addresses[action.peer][0] < self._first_local:

@@ -81,8 +81,8 @@ class NodeAgent:
         self._executor: Executor | None = None
         #: Calls that came before the executor was there, in order.
         self._waiting_calls: deque[ExecutorCall] = deque()
-        #: Set once there is an executor, or never will be one.
-        self._executor_made = asyncio.Event()
+        #: From then on, an executor that was still being made is closed and not used.
+        self._is_closed = False
         #: Set once the node was let in, or never will be.
         self._joined = asyncio.Event()
         #: Appended to by the executor's threads, emptied by the loop.
@@ -130,14 +130,9 @@ class NodeAgent:
         self._link.close(flush_s=1.0)
         if self._heartbeats is not None:
             await asyncio.to_thread(self._heartbeats.close)
-        timeout_s = self._settings.stop_timeout_s
-        try:
-            # One that is being made cannot be told to stop.
-            await asyncio.wait_for(self._executor_made.wait(), timeout_s)
-        except TimeoutError:
-            _logger.warning("the executor was still being made after %g s, and is left behind", timeout_s)
+        self._is_closed = True
         if self._executor is not None:
-            await asyncio.to_thread(self._executor.close, timeout_s)
+            await asyncio.to_thread(self._executor.close, self._settings.stop_timeout_s)
 
     # ---- executor ----
 
@@ -148,22 +143,27 @@ class NodeAgent:
         except Exception as error:
             # Whatever it is, the node is of no use and says so.
             _logger.exception("the executor cannot be made")
-            self._call_in_loop(self._executor_made.set)
             self._call_in_loop(self._handle, ExecutorBroke(reason=f"the executor cannot be made: {error!r}"))
         else:
-            self._call_in_loop(self._take_executor, executor)
+            if not self._call_in_loop(self._take_executor, executor):
+                executor.close(self._settings.stop_timeout_s)
 
-    def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
+    def _call_in_loop(self, function: Callable[..., None], *args: Any) -> bool:
+        """From any thread. False when the loop has closed."""
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            _logger.debug("the loop closed before %s", function)
+            return False
+        return True
 
     def _take_executor(self, executor: Executor) -> None:
-        self._executor = executor
-        self._executor_made.set()
+        if self._is_closed:
+            executor.close(self._settings.stop_timeout_s)
+            return
+        # What comes of these calls joins the line behind them, as long as there is no executor to be seen.
         while self._waiting_calls and self.state.end_reason is None:
             self._call(executor, self._waiting_calls.popleft())
+        self._executor = executor
 
     def _report(self, event: ExecutorEvent) -> None:
         """On any thread. The loop is woken once for all reports that come before it looks."""
@@ -230,7 +230,11 @@ class NodeAgent:
         if not self._has_heartbeats or not endpoint:
             return
         timeout_s = self._settings.heartbeat_timeout_s
-        lost = ConnectionLost(reason=f"the controller gave no sign of life for {timeout_s:g} s")
+
+        def on_lost() -> None:
+            reason = f"the controller gave no sign of life for {timeout_s:g} s"
+            self._call_in_loop(self._handle, ConnectionLost(reason=reason))
+
         try:
             self._heartbeats = HeartbeatClient(
                 as_seen_from(endpoint, self._link.endpoint),
@@ -238,7 +242,7 @@ class NodeAgent:
                 session_key=self._config.session_key,
                 interval_s=self._settings.heartbeat_interval_s,
                 timeout_s=timeout_s,
-                on_lost=lambda: self._call_in_loop(self._handle, lost),
+                on_lost=on_lost,
                 keys=self._keys,
             )
         except DTorchError as error:
