@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -73,37 +74,44 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-class UploadBuffer:
-    """Host memory for the local piece of one value, filled by chunks that come in order.
+class ChunkedTensor:
+    """A tensor in host memory that is filled by chunks of bytes, which come in order.
 
     Raises:
         ValueError: the shape, dtype and total size do not fit.
     """
 
     def __init__(self, dtype: str, shape: Sequence[int], total_bytes: int) -> None:
+        self.check(dtype, shape, total_bytes)
         self.tensor = torch.empty(tuple(shape), dtype=dtype_of(dtype))
-        self._memory = self.tensor.reshape(-1).view(torch.uint8)
+        self._memory = memory_of(self.tensor)
         self._num_filled = 0
-        if self._memory.numel() != total_bytes:
-            raise ValueError(
-                f"an upload of {dtype}{list(shape)} has {self._memory.numel()} bytes, {total_bytes} were announced"
-            )
+
+    @staticmethod
+    def check(dtype: str, shape: Sequence[int], total_bytes: int) -> None:
+        """Whether a shape, a dtype and a size fit.
+
+        Raises:
+            ValueError: they do not.
+        """
+        num_bytes = math.prod(shape) * dtype_of(dtype).itemsize
+        if num_bytes != total_bytes or any(size < 0 for size in shape):
+            raise ValueError(f"{dtype}{list(shape)} has {num_bytes} bytes, {total_bytes} were announced")
 
     @property
     def is_full(self) -> bool:
-        return self._num_filled == self._memory.numel()
+        return self._num_filled == self._memory.nbytes
 
-    def fill(self, offset_bytes: int, data: memoryview) -> None:
-        """Copy one chunk in.
+    def room(self, offset_bytes: int, num_bytes: int) -> memoryview:
+        """Where the next chunk goes; it counts as filled from now on.
 
         Raises:
             ValueError: it does not follow the one before, or it is longer than what is missing.
         """
-        stop = offset_bytes + data.nbytes
-        if offset_bytes != self._num_filled or stop > self._memory.numel():
+        stop = offset_bytes + num_bytes
+        if offset_bytes != self._num_filled or not offset_bytes <= stop <= self._memory.nbytes:
             raise ValueError(
-                f"a chunk of bytes {offset_bytes} to {stop} cannot follow {self._num_filled} of {self._memory.numel()}"
+                f"a chunk of bytes {offset_bytes} to {stop} cannot follow {self._num_filled} of {self._memory.nbytes}"
             )
-        if data.nbytes:
-            memory_of(self._memory)[offset_bytes:stop] = data.cast("B")
         self._num_filled = stop
+        return self._memory[offset_bytes:stop]

@@ -23,11 +23,13 @@ from dtorch_runtime.node.executor import (
 )
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.security import CurveKeys
+from dtorch_runtime.transport.segments import SegmentPool
 from dtorch_runtime.wire.messages import Upload
 from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
-from dtorch_runtime.worker.blobs import Poison, UploadBuffer, bytes_of, name_of
+from dtorch_runtime.worker.blobs import ChunkedTensor, Poison, bytes_of, name_of
 from dtorch_runtime.worker.collectives.base import Network
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
+from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
@@ -81,7 +83,7 @@ class _OpenSession:
         self.shared = Session(number)
         #: Every device that may take part in an op. It only grows, so that seqs complete in order.
         self.devices: dict[int, tuple[Worker, DeviceSession]] = {}
-        self.uploads: dict[int, UploadBuffer] = {}
+        self.uploads: dict[int, ChunkedTensor] = {}
 
 
 class WorkerExecutor:
@@ -94,6 +96,8 @@ class WorkerExecutor:
         host: the name of this machine as ``NodeRecord.host`` has it.
         data_endpoint: where to bind the data plane to other agents; empty for an agent that is alone.
         keys: for a data plane that strangers can reach.
+        session_key: what messages on the data plane must carry.
+        shares_memory: whether agents of one machine exchange large pieces through shared memory.
     """
 
     def __init__(
@@ -106,6 +110,8 @@ class WorkerExecutor:
         host: str | None = None,
         data_endpoint: str = "",
         keys: CurveKeys | None = None,
+        session_key: bytes = b"",
+        shares_memory: bool = True,
     ) -> None:
         self._settings = settings
         self._node = node_name
@@ -114,6 +120,18 @@ class WorkerExecutor:
         self._host = host or socket.gethostname()
         self._exchange = ThreadExchange(settings.collective_timeout_s)
         self._network: Network | None = None
+        if data_endpoint:
+            self._network = ZmqNetwork(
+                node_name,
+                self._host,
+                data_endpoint,
+                self._exchange.deposit,
+                keys=keys,
+                session_key=session_key,
+                chunk_bytes=settings.chunk_bytes,
+                timeout_s=settings.collective_timeout_s,
+                pool=SegmentPool() if shares_memory else None,
+            )
         self._local: dict[int, torch.device] = {}
         self._node_of: dict[int, str] = {}
         self._neighbours: set[str] = set()
@@ -146,7 +164,7 @@ class WorkerExecutor:
             self._neighbours.add(node.name)
             self._share_cores()
         if self._network is not None and node.data_endpoint:
-            self._network.connect(node.name, node.data_endpoint, node.host)
+            self._network.connect(node)
 
     def node_lost(self, name: str, devices: Sequence[int], reason: str) -> None:
         if name in self._neighbours:
@@ -216,9 +234,9 @@ class WorkerExecutor:
         """Take a chunk in; the tensor once it is whole."""
         buffer = entry.uploads.get(message.value_id)
         if buffer is None:
-            buffer = UploadBuffer(message.dtype, message.shape, message.total_bytes)
+            buffer = ChunkedTensor(message.dtype, message.shape, message.total_bytes)
             entry.uploads[message.value_id] = buffer
-        buffer.fill(message.offset_bytes, data)
+        buffer.room(message.offset_bytes, data.nbytes)[:] = data.cast("B")
         if not buffer.is_full:
             return None
         del entry.uploads[message.value_id]

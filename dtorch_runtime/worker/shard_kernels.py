@@ -19,3 +19,10 @@ def factory_shard(
     """The box of what a factory makes, e.g. of ``aten::arange``: made whole, cut, and let go."""
     whole: torch.Tensor = find_kernel(operator).function(*args, **kwargs)
     return box_of(whole, starts, sizes)
+
+
+@kernel("divided")
+def divided(operator: str, args: list[Any], divisor: float) -> torch.Tensor:
+    """A local sum as a part of a global mean: what ``operator`` gives, divided by the global count."""
+    total: torch.Tensor = find_kernel(operator).function(*args)
+    return total.div(divisor)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+from dtorch_runtime.wire.records import NodeRecord
 from dtorch_runtime.worker.assembly import Index, Recipe
 from dtorch_runtime.worker.blobs import Blob
 
@@ -100,7 +101,7 @@ class Network(Protocol):
     def endpoint(self) -> str:
         """Where other agents connect to."""
 
-    def connect(self, node: str, endpoint: str, host: str) -> None:
+    def connect(self, record: NodeRecord) -> None:
         """Another agent can be sent to from now on."""
 
     def disconnect(self, node: str) -> None:

@@ -1,0 +1,342 @@
+"""``ZmqNetwork``: the data plane, sockets straight from agent to agent.
+
+Each agent binds one ROUTER, read by one thread, and connects one DEALER to each other agent, which worker threads
+send on under a lock. Parcels leave in frames of at most ``chunk_bytes`` and are received into the memory of the
+tensor that they make up. Between agents of one machine large parcels go through shared memory (see ``shm``).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+import zmq
+
+from dtorch_runtime.errors import ClusterTimeout, TransportError
+from dtorch_runtime.transport.base import LARGE_FRAME_BYTES, LinkLimits
+from dtorch_runtime.transport.security import CurveKeys
+from dtorch_runtime.transport.segments import SegmentPool, SegmentReader, unlink_segments_of
+from dtorch_runtime.transport.sockets import (
+    Socket,
+    UnsentLedger,
+    bound_address,
+    close_socket,
+    new_client,
+    open_server,
+)
+from dtorch_runtime.wire.codec import MalformedMessage
+from dtorch_runtime.wire.data import (
+    ParcelChunk,
+    ParcelInSegment,
+    Place,
+    PoisonParcel,
+    SegmentRead,
+    decode_data,
+    encode_data,
+)
+from dtorch_runtime.wire.records import NodeRecord
+from dtorch_runtime.worker.blobs import Blob, ChunkedTensor, Poison, memory_of, name_of
+from dtorch_runtime.worker.collectives.base import ParcelKey
+from dtorch_runtime.worker.collectives.shm import MIN_BYTES, read_from_segment, write_to_segment
+
+_log = logging.getLogger(__name__)
+
+#: Bytes of large frames that may wait in the sockets to all peers before a sender waits.
+_MAX_UNSENT_BYTES = 256 << 20
+_MESSAGES_PER_TURN = 64
+
+
+class _Peer:
+    """The connection to one other agent."""
+
+    def __init__(self, record: NodeRecord, socket: Socket, *, shares_memory: bool) -> None:
+        self.record = record
+        self.shares_memory = shares_memory
+        self._lock = threading.Lock()
+        self._socket = socket
+        self._is_closed = False
+
+    def send(self, header: bytes, payload: memoryview | None, ledger: UnsentLedger) -> None:
+        """Queue one message without waiting; dropped when the peer is gone.
+
+        Raises:
+            TransportError: the peer does not read and its queue is full.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                if payload is None:
+                    self._socket.send(header, zmq.NOBLOCK)
+                    return
+                self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+                if payload.nbytes < LARGE_FRAME_BYTES:
+                    self._socket.send(payload, zmq.NOBLOCK)
+                else:
+                    self._socket.send(ledger.lend(payload), zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as error:
+                raise TransportError(f"cannot send to node {self.record.name!r}: {error.strerror}") from error
+
+    def close(self, flush_s: float = 0.0) -> None:
+        with self._lock:
+            self._is_closed = True
+            close_socket(self._socket, flush_s)
+
+
+class ZmqNetwork:
+    """``Network`` over ZeroMQ, and over shared memory between agents of one machine.
+
+    Args:
+        node: this agent's name, and ``host`` its machine's, as its ``NodeRecord`` has them.
+        endpoint: where to bind.
+        deposit: takes what has come; called on the network's thread.
+        keys: CURVE keys, for an endpoint that strangers can reach. All agents have the same.
+        session_key: stands in every message; others are dropped.
+        chunk_bytes: most bytes in one frame.
+        timeout_s: longest wait for room in the sockets.
+        pool: segments to send through; None does without shared memory.
+
+    Raises:
+        SecurityError: strangers can reach the endpoint and there are no keys.
+        TransportError: it cannot be bound.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        host: str,
+        endpoint: str,
+        deposit: Callable[[ParcelKey, Blob], None],
+        *,
+        keys: CurveKeys | None = None,
+        session_key: bytes = b"",
+        chunk_bytes: int,
+        timeout_s: float,
+        pool: SegmentPool | None,
+    ) -> None:
+        self._node = node
+        self._host = host
+        self._deposit = deposit
+        self._keys = None if keys is None else keys.among_clients()
+        self._session_key = session_key
+        self._chunk_bytes = chunk_bytes
+        self._timeout_s = timeout_s
+        self._pool = pool
+        self._reader = SegmentReader()
+        self._limits = LinkLimits(max_frame_bytes=max(64 << 20, 2 * chunk_bytes))
+        self._ledger = UnsentLedger()
+        self._peers: dict[str, _Peer] = {}
+        self._partial: dict[tuple[bytes, Place], ChunkedTensor] = {}
+        #: Messages that were dropped because they were malformed or without the key.
+        self.num_malformed = 0
+        self._socket = open_server(endpoint, self._keys, self._limits)
+        self._endpoint = bound_address(self._socket)
+        # A SimpleQueue and an eventfd, because both may be used while the interpreter drops a tensor.
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_lock = threading.RLock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._loop, name=f"dtorch-{node}-data", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    # ---- from the agent's loop ----
+
+    def connect(self, record: NodeRecord) -> None:
+        socket = new_client(record.data_endpoint, self._keys, self._limits)
+        socket.connect(record.data_endpoint)
+        shares_memory = self._pool is not None and record.host == self._host
+        self._peers[record.name] = _Peer(record, socket, shares_memory=shares_memory)
+
+    def disconnect(self, node: str) -> None:
+        peer = self._peers.pop(node, None)
+        if peer is None:
+            return
+        peer.close()
+        self._command(partial(self._forget, peer.record))
+
+    def close(self, timeout_s: float) -> None:
+        if self._wake < 0:
+            return
+        self._is_closing = True
+        self._command(lambda: None)
+        self._thread.join(timeout_s)
+        is_stopped = not self._thread.is_alive()
+        for peer in self._peers.values():
+            peer.close(flush_s=min(timeout_s, 1.0))
+        if self._pool is not None:
+            self._pool.close()
+        if not is_stopped:
+            raise ClusterTimeout(f"the data plane of node {self._node!r} to stop", timeout_s)
+        close_socket(self._socket)
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    # ---- from worker threads ----
+
+    def send(self, node: str, key: ParcelKey, value: Blob) -> None:
+        peer = self._peers.get(node)
+        if peer is None:
+            return  # it is lost, and so is every device that would wait for this
+        place = Place(*key)
+        if isinstance(value, Poison):
+            poison = PoisonParcel(key=self._session_key, place=place, failure=value.failure)
+            peer.send(encode_data(poison), None, self._ledger)
+            return
+        num_bytes = value.numel() * value.dtype.itemsize
+        if not (peer.shares_memory and num_bytes >= MIN_BYTES and self._send_segment(peer, place, value, num_bytes)):
+            self._send_chunks(peer, place, value, num_bytes)
+
+    def _send_segment(self, peer: _Peer, place: Place, value: torch.Tensor, num_bytes: int) -> bool:
+        assert self._pool is not None
+        segment = self._pool.lend(num_bytes, peer.record.name)
+        if segment is None:
+            return False
+        write_to_segment(segment, value)
+        message = ParcelInSegment(
+            key=self._session_key,
+            place=place,
+            dtype=name_of(value.dtype),
+            shape=list(value.shape),
+            total_bytes=num_bytes,
+            segment=segment.name,
+            node=self._node,
+        )
+        peer.send(encode_data(message), None, self._ledger)
+        return True
+
+    def _send_chunks(self, peer: _Peer, place: Place, value: torch.Tensor, num_bytes: int) -> None:
+        # Large frames are read by ZeroMQ after this returns, so they are memory that nobody else has.
+        plain = value.cpu() if num_bytes < LARGE_FRAME_BYTES else value.cpu().clone()
+        memory = memory_of(plain.contiguous())
+        for offset in range(0, max(num_bytes, 1), self._chunk_bytes):
+            payload = memory[offset : offset + self._chunk_bytes]
+            message = ParcelChunk(
+                key=self._session_key,
+                place=place,
+                dtype=name_of(value.dtype),
+                shape=list(value.shape),
+                offset_bytes=offset,
+                num_bytes=payload.nbytes,
+                total_bytes=num_bytes,
+            )
+            if self._ledger.num_bytes > _MAX_UNSENT_BYTES:
+                what = f"node {peer.record.name!r} to read what was sent to it"
+                self._ledger.wait_below(_MAX_UNSENT_BYTES, self._timeout_s, what)
+            peer.send(encode_data(message), payload, self._ledger)
+
+    # ---- on the network's thread ----
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        with torch.inference_mode():
+            while not self._is_closing:
+                for ready, _ in poller.poll():
+                    if ready == self._wake:
+                        os.eventfd_read(self._wake)
+                        self._run_commands()
+                    else:
+                        self._receive_some()
+
+    def _run_commands(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
+
+    def _receive_some(self) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            try:
+                sender = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._receive(sender)
+            except (MalformedMessage, TransportError, ValueError) as error:
+                self.num_malformed += 1
+                _log.warning("node %s dropped a message on its data plane: %s", self._node, error)
+            while self._socket.getsockopt(zmq.RCVMORE):
+                self._socket.recv(copy=False)
+
+    def _receive(self, sender: bytes) -> None:
+        if not self._socket.getsockopt(zmq.RCVMORE):
+            raise MalformedMessage("a message without frames")
+        message = decode_data(self._socket.recv(copy=False).buffer)
+        if not hmac.compare_digest(message.key, self._session_key):
+            raise MalformedMessage("the session key is not that of this cluster")
+        match message:
+            case ParcelChunk():
+                self._receive_chunk(sender, message)
+            case ParcelInSegment():
+                self._receive_segment(message)
+            case PoisonParcel(place=place, failure=failure):
+                self._deposit(_key_of(place), Poison(failure))
+            case SegmentRead(segment=name):
+                if self._pool is None or not self._pool.give_back(name):
+                    raise MalformedMessage(f"segment {name} was not lent")
+
+    def _receive_chunk(self, sender: bytes, message: ParcelChunk) -> None:
+        key = (sender, message.place)
+        parcel = self._partial.pop(key, None)
+        if parcel is None:
+            parcel = ChunkedTensor(message.dtype, message.shape, message.total_bytes)
+        room = parcel.room(message.offset_bytes, message.num_bytes)
+        if not self._socket.getsockopt(zmq.RCVMORE):
+            raise MalformedMessage("a chunk without its payload")
+        if self._receive_into(room) != room.nbytes:
+            raise MalformedMessage(f"a chunk that is not of the {room.nbytes} bytes that it announced")
+        if parcel.is_full:
+            self._deposit(_key_of(message.place), parcel.tensor)
+        else:
+            self._partial[key] = parcel
+
+    def _receive_into(self, room: memoryview) -> int:
+        if room.nbytes >= LARGE_FRAME_BYTES:
+            return int(self._socket.recv_into(room))
+        frame = self._socket.recv()
+        if len(frame) == room.nbytes:
+            room[:] = frame
+        return len(frame)
+
+    def _receive_segment(self, message: ParcelInSegment) -> None:
+        done = SegmentRead(key=self._session_key, segment=message.segment)
+        when_read = partial(self._command, partial(self._send_to, message.node, encode_data(done)))
+        self._deposit(_key_of(message.place), read_from_segment(self._reader, message, when_read))
+
+    def _send_to(self, node: str, header: bytes) -> None:
+        peer = self._peers.get(node)
+        if peer is not None:
+            peer.send(header, None, self._ledger)
+
+    def _forget(self, record: NodeRecord) -> None:
+        """A peer is gone: what it had begun to send, what it had borrowed, and what it leaves behind."""
+        for key in [key for key in self._partial if key[1].device in record.devices]:
+            del self._partial[key]
+        if self._pool is not None:
+            self._pool.reclaim(record.name)
+        if record.host == self._host and record.pid != os.getpid():
+            self._reader.forget(record.pid)
+            unlink_segments_of(record.pid)
+
+
+def _key_of(place: Place) -> ParcelKey:
+    return ParcelKey(place.session, place.value_id, place.step, place.device, place.number)
+
