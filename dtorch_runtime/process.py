@@ -236,6 +236,7 @@ class Process:
                 device_type=config.device_type,
                 data_endpoint=data_endpoint,
                 keys=self._keys,
+                session_key=self._session_key,
             )
             return executor
 

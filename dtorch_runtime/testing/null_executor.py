@@ -52,7 +52,7 @@ class NullExecutor:
         report: where events go, at once or from ``release``.
         is_gated: hold all work back until ``release``.
         raising_ops: names of ops that raise instead of making their outputs.
-        settings, device_type, data_endpoint, keys: taken as the real executor takes them, and not needed.
+        settings, device_type, data_endpoint, keys, session_key: taken as the real executor takes them, and not needed.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class NullExecutor:
         device_type: str = "cpu",
         data_endpoint: str = "",
         keys: object = None,
+        session_key: bytes = b"",
     ) -> None:
         self._report = report
         self._node_name = node_name
