@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,7 +202,7 @@ def test_many_transfers_one_behind_the_other(rig, rng):
     stations = [layout(GRID, S0, S1), layout(APART, S1), layout(LINE, R), layout(GRID, P, S0), layout(GRID, S0, S1)]
     templates = [
         rig.transfer(value.shape, torch.int64, source, target)
-        for source, target in zip(stations, stations[1:], strict=False)
+        for source, target in itertools.pairwise(stations)
     ]
     at = rig.put(torch_pieces(value, stations[0], torch.int64, rng))
     for _ in range(20):
