@@ -15,7 +15,7 @@ from torch import nn
 from dtorch.factory import from_torch
 from dtorch.graph import Graph
 from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, ModulePlan, has_ranks
-from dtorch.tensor import Tensor
+from dtorch.tensors import Tensor
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Placement, Placements, Replicate, Shard
 

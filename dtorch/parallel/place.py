@@ -13,7 +13,7 @@ from dtorch.factory import from_torch
 from dtorch.parallel.tp_plan import ModulePlan
 from dtorch.parallel.upload import upload
 from dtorch.parallel.weights import Checkpoint, StoredTensor
-from dtorch.tensor import Tensor
+from dtorch.tensors import Tensor
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placements, Replicate

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from torch import nn
 
-from dtorch.tensor import Tensor
+from dtorch.tensors import Tensor
 from dtorch_runtime.ir.layout import Layout, box_shape, local_box, num_elements
 from dtorch_runtime.ir.mesh import DeviceMesh
 

@@ -10,7 +10,7 @@ from dtorch.issue import upload_boxes
 from dtorch.location import capture
 from dtorch.parallel.weights import StoredTensor
 from dtorch.spec import intern_spec
-from dtorch.tensor import Tensor
+from dtorch.tensors import Tensor
 from dtorch_runtime.ir.layout import Layout, resolve_placements
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Placement
