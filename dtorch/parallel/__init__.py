@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtorch.parallel.parallelize import parallelize
+from dtorch.parallel.distribute import parallelize
 from dtorch.parallel.report import LayerRow, Report, describe
 
 __all__ = ["LayerRow", "Report", "describe", "parallelize"]
