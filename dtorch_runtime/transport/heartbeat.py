@@ -1,9 +1,10 @@
 """Heartbeats, on their own threads and sockets, so that a busy event loop is not a dead node.
 
-An agent or client runs a ``HeartbeatClient``, the controller one ``HeartbeatServer``. A beat is a message of four
-frames: kind, name of the peer, number (8 bytes, little-endian), and the HMAC-SHA256 of the others under the session
-key. The server answers each with the same name and number. What does not fit that, or was made with another key, is
-counted and ignored.
+An agent or client runs a ``HeartbeatClient``, the controller one ``HeartbeatServer``. A beat is a message of five
+frames: kind, name of the peer, number (8 bytes, little-endian), instance, and the HMAC-SHA256 of the others under the
+session key. The server answers each with the same name and number, and with the random number of its own instance (16
+bytes; empty in a beat): one that was started anew at the same address knows nobody, so that its answers mean that the
+server is lost. What does not fit that, or was made with another key, is counted and ignored.
 
 ZeroMQ's own heartbeats (https://rfc.zeromq.org/spec/37/) run below, on threads that need no interpreter lock. They end
 the connection of a peer that is stopped or unplugged; so where a beat can still be sent, the peer is there, even while
@@ -17,6 +18,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -38,38 +40,41 @@ from dtorch_runtime.transport.sockets import (
 
 _BEAT = b"dtorch-beat-1"
 _ANSWER = b"dtorch-answer-1"
-_NUM_FRAMES = 4
+_NUM_FRAMES = 5
 _NUMBER_BYTES = 8
+_INSTANCE_BYTES = 16
 _MAX_NAME_BYTES = 255
 _SERVER = "server"
 _CLOSE_DEADLINE_S = 5.0
 _SILENCE_LIMIT_S = 60.0
-_LIMITS = LinkLimits(max_queued_messages=1000, max_unread_messages=1000, max_frame_bytes=1024)
+# No bound on unread messages: libzmq 4.3.5 aborts the process (`Assertion failed: !_io_error`) when a connection with
+# heartbeats breaks whose messages it holds back. Frames are tiny, and the thread does nothing but read them.
+_LIMITS = LinkLimits(max_queued_messages=1000, max_unread_messages=0, max_frame_bytes=1024)
 _MAX_BEATS_A_TURN = 1000
 
 _logger = logging.getLogger(__name__)
 
 
-def seal(kind: bytes, peer_id: str, number: int, session_key: bytes) -> list[bytes]:
+def seal(kind: bytes, peer_id: str, number: int, instance: bytes, session_key: bytes) -> list[bytes]:
     """The frames of a beat or an answer."""
-    frames = [kind, peer_id.encode(), number.to_bytes(_NUMBER_BYTES, "little")]
+    frames = [kind, peer_id.encode(), number.to_bytes(_NUMBER_BYTES, "little"), instance]
     return [*frames, _digest(frames, session_key)]
 
 
-def unseal(kind: bytes, frames: list[bytes], session_key: bytes) -> str | None:
-    """The peer that a genuine message of this kind names; None for anything else."""
+def is_genuine(kind: bytes, frames: list[bytes], session_key: bytes) -> bool:
+    """Whether these are the frames of a message of this kind, made with this key."""
     if len(frames) != _NUM_FRAMES or frames[0] != kind:
-        return None
-    _, peer_id, number, digest = frames
-    if len(number) != _NUMBER_BYTES or not 0 < len(peer_id) <= _MAX_NAME_BYTES:
-        return None
-    if not hmac.compare_digest(digest, _digest(frames[:-1], session_key)):
-        return None
-    return peer_id.decode(errors="replace")
+        return False
+    _, peer_id, number, instance, digest = frames
+    if not 0 < len(peer_id) <= _MAX_NAME_BYTES or len(number) != _NUMBER_BYTES:
+        return False
+    if len(instance) != (_INSTANCE_BYTES if kind == _ANSWER else 0):
+        return False
+    return hmac.compare_digest(digest, _digest(frames[:-1], session_key))
 
 
 def _digest(frames: list[bytes], session_key: bytes) -> bytes:
-    # Kind and number have fixed lengths, so that the joined bytes have one reading only.
+    # All but the name have the length that their kind fixes, so that the joined bytes have one reading only.
     return hmac.digest(session_key, b"".join(frames), "sha256")
 
 
@@ -103,6 +108,7 @@ class _BeatThread:
         self._is_ending = False
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.num_genuine = 0
         self.num_malformed = 0
         self._thread.start()
 
@@ -149,7 +155,9 @@ class _BeatThread:
     def _read(self, now_s: float) -> None:
         try:
             for _ in range(_MAX_BEATS_A_TURN):
-                if not self._handle(self._socket.recv_multipart(zmq.NOBLOCK), now_s):
+                if self._handle(self._socket.recv_multipart(zmq.NOBLOCK), now_s):
+                    self.num_genuine += 1
+                else:
                     self.num_malformed += 1
         except zmq.Again:
             return
@@ -183,6 +191,7 @@ class HeartbeatServer:
         _check_session_key(session_key)
         self._session_key = session_key
         self._on_lost = on_lost
+        self._instance = secrets.token_bytes(_INSTANCE_BYTES)
         self._lock = threading.Lock()
         #: Both guarded by the lock. A route is where the peer's last beat came from.
         self._book = BeatBook(
@@ -201,6 +210,11 @@ class HeartbeatServer:
     def endpoint(self) -> str:
         """The address that is really bound."""
         return self._endpoint
+
+    @property
+    def num_beats(self) -> int:
+        """Genuine beats that arrived, of watched peers and others."""
+        return self._thread.num_genuine
 
     @property
     def num_malformed(self) -> int:
@@ -226,9 +240,9 @@ class HeartbeatServer:
 
     def _handle(self, frames: list[bytes], now_s: float) -> bool:
         route, *beat = frames
-        peer_id = unseal(_BEAT, beat, self._session_key)
-        if peer_id is None:
+        if not is_genuine(_BEAT, beat, self._session_key):
             return False
+        peer_id = beat[1].decode(errors="replace")
         with self._lock:
             self._book.beat(peer_id, now_s)
             if peer_id in self._book:
@@ -254,10 +268,9 @@ class HeartbeatServer:
         return True
 
     def _send(self, route: bytes, peer_id: str, number: int) -> bool:
+        answer = seal(_ANSWER, peer_id, number, self._instance, self._session_key)
         try:
-            self._socket.send_multipart(
-                [route, *seal(_ANSWER, peer_id, number, self._session_key)], zmq.NOBLOCK
-            )
+            self._socket.send_multipart([route, *answer], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -299,6 +312,8 @@ class HeartbeatClient:
         self._session_key = session_key
         self._on_lost = on_lost
         self._number = 0
+        self._server_instance: bytes | None = None
+        self._is_server_replaced = False
         self._book = BeatBook(
             interval_s=interval_s, timeout_s=timeout_s, silence_limit_s=max(silence_limit_s, timeout_s)
         )
@@ -317,6 +332,11 @@ class HeartbeatClient:
         )
 
     @property
+    def num_answers(self) -> int:
+        """Genuine answers that arrived."""
+        return self._thread.num_genuine
+
+    @property
     def num_malformed(self) -> int:
         """Messages that were ignored: malformed, or made with another session key."""
         return self._thread.num_malformed
@@ -326,16 +346,22 @@ class HeartbeatClient:
         self._thread.close()
 
     def _handle(self, frames: list[bytes], now_s: float) -> bool:
-        if unseal(_ANSWER, frames, self._session_key) != self._peer_id:
+        if not is_genuine(_ANSWER, frames, self._session_key) or frames[1] != self._peer_id.encode():
             return False
-        self._book.beat(_SERVER, now_s)
+        instance = frames[3]
+        self._server_instance = self._server_instance or instance
+        if instance == self._server_instance:
+            self._book.beat(_SERVER, now_s)
+        else:
+            self._is_server_replaced = True
         return True
 
     def _tick(self, now_s: float) -> bool:
         self._number += 1
-        if self._send_beat() and self._book.silent(now_s):
+        # What never gave a genuine answer is not the server, however alive its connection.
+        if self._send_beat() and self._server_instance is not None and self._book.silent(now_s):
             self._book.reachable(_SERVER, now_s)
-        if not self._book.expired(now_s):
+        if not self._book.expired(now_s) and not self._is_server_replaced:
             return True
         try:
             self._on_lost()
@@ -344,10 +370,9 @@ class HeartbeatClient:
         return False
 
     def _send_beat(self) -> bool:
+        beat = seal(_BEAT, self._peer_id, self._number, b"", self._session_key)
         try:
-            self._socket.send_multipart(
-                seal(_BEAT, self._peer_id, self._number, self._session_key), zmq.NOBLOCK
-            )
+            self._socket.send_multipart(beat, zmq.NOBLOCK)
         except zmq.Again:
             return False  # not connected
         return True
