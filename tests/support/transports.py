@@ -59,7 +59,7 @@ class ZmqTransport(Transport):
 
     def __init__(self, address: str, folder: Path, *, with_keys: bool) -> None:
         super().__init__()
-        self._address = address
+        self.address = address
         self.server_keys: CurveKeys | None = None
         self.client_keys: CurveKeys | None = None
         if with_keys:
@@ -68,19 +68,19 @@ class ZmqTransport(Transport):
             self.client_keys = load_keys(folder, "client")
 
     def open_server(self, limits: LinkLimits | None) -> ServerLink:
-        server = ZmqServerLink(self._address, keys=self.server_keys, limits=limits)
-        self._address = server.endpoint
+        server = ZmqServerLink(self.address, keys=self.server_keys, limits=limits)
+        self.address = server.endpoint
         return server
 
     async def open_client(self, limits: LinkLimits | None) -> ClientLink:
         return await ZmqClientLink.connect(
-            self._address, keys=self.client_keys, limits=limits, timeout_s=CONNECT_TIMEOUT_S
+            self.address, keys=self.client_keys, limits=limits, timeout_s=CONNECT_TIMEOUT_S
         )
 
     async def open_thread(self, limits: LinkLimits | None) -> ThreadLink:
         return await asyncio.to_thread(
             ZmqThreadLink.connect,
-            self._address,
+            self.address,
             keys=self.client_keys,
             limits=limits,
             timeout_s=CONNECT_TIMEOUT_S,
