@@ -199,6 +199,7 @@ class Binder:
     slices: str = ""
     converts: str = ""
     grouped: str = ""
+    unaffected: frozenset[int] = frozenset()
     linear_if: Callable[[Call], bool] | None = field(default=None, repr=False)
 
     def __call__(self, call: Call) -> Equation | None:
@@ -222,6 +223,7 @@ class Binder:
             outputs=tuple(_output_dims(letters, dims, parts) for letters in parsed.outputs),
             whole=frozenset(whole),
             reduce=self.reduce,
+            unaffected=self.unaffected,
             terms=_bound_terms(self.terms, of_operand, constants) if linear else (),
             kinds=self.kinds,
             lifts=self.lifts,
@@ -324,6 +326,8 @@ def rule(
     lifts: bool = False,
     grouped: str = "",
     linear_if: Callable[[Call], bool] | None = None,
+    kinds: tuple[ReduceOp, ...] | None = None,
+    unaffected: Sequence[int] = (),
     localize: Localize | None = None,
     specialize: Specialize | None = None,
     shape: ShapeFunction | str | None = None,
@@ -343,6 +347,8 @@ def rule(
         lifts: replicated terms of a sum may become partial.
         grouped: letters of which one operand has a multiple of another's.
         linear_if: the op is linear only for such calls.
+        kinds: the kinds of Partial that the terms keep, where they are not those of a linear op.
+        unaffected: outputs (by position) that are whole on every device whatever is cut.
         localize: local values of arguments that depend on global sizes.
         specialize: another op for some signatures.
         shape: how the result's shape is computed without a meta kernel; "letters" for contiguous results whose
@@ -355,7 +361,8 @@ def rule(
         whole=whole,
         reduce=reduce if reduce is not None or not terms or moves else "sum",
         terms=terms,
-        kinds=ALL_KINDS if moves else LINEAR_KINDS,
+        kinds=kinds or (ALL_KINDS if moves else LINEAR_KINDS),
+        unaffected=frozenset(unaffected),
         lifts=lifts,
         slices=slices,
         converts=converts,

@@ -35,6 +35,7 @@ class Equation:
         outputs: letters of each return.
         whole: letters whose dims every device needs whole.
         reduce: what sharding a letter leaves in an output that lacks it; None: it must not be sharded.
+        unaffected: outputs that are whole on every device whatever is cut.
         terms: the op is a sum of these products of inputs; empty when it is not linear.
         kinds: kinds of Partial that the terms keep.
         lifts: replicated terms may become partial so that they count once (no bytes move).
@@ -49,6 +50,7 @@ class Equation:
     outputs: tuple[Dims, ...]
     whole: frozenset[str] = frozenset()
     reduce: ReduceOp | None = None
+    unaffected: frozenset[int] = frozenset()
     terms: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[ReduceOp, ...] = LINEAR_KINDS
     lifts: bool = False
@@ -91,9 +93,11 @@ def signatures(equation: Equation) -> tuple[Signature, ...]:
 def _cut(equation: Equation, letter: str) -> Iterator[Signature]:
     outputs: list[Code] = []
     contracted = False
-    for dims in equation.outputs:
+    for index, dims in enumerate(equation.outputs):
         if letter in dims:
             outputs.append(dims.index(letter))
+        elif index in equation.unaffected:
+            outputs.append(None)
         elif equation.reduce is None:
             return
         else:

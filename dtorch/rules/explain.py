@@ -75,7 +75,11 @@ def replicate_fix(call: Call) -> str:
 
 def show(call: Call, signature: Signature) -> str:
     """One signature: ``self: S(0), mat2: R -> S(0)``."""
-    names = input_names(call)
+    return show_codes(input_names(call), signature)
+
+
+def show_codes(names: Sequence[str], signature: Signature) -> str:
+    """One signature of inputs with these names."""
     inputs = ", ".join(
         f"{name}: {_show(c)}" for name, c in zip(names, signature.inputs, strict=True) if name != "out"
     )

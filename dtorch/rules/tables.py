@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dtorch.rules import matmul, pointwise, view
+from dtorch.rules import foreach, index, matmul, new_like, nn, pointwise, random, reduce, view
 from dtorch.rules.registry import find_rule, registered
 
 #: One module a family of ops.
-TABLES = (matmul, pointwise, view)
+TABLES = (foreach, index, matmul, new_like, nn, pointwise, random, reduce, view)
 
 __all__ = ["TABLES", "find_rule", "registered"]

@@ -26,3 +26,121 @@ def divided(operator: str, args: list[Any], divisor: float) -> torch.Tensor:
     """A local sum as a part of a global mean: what ``operator`` gives, divided by the global count."""
     total: torch.Tensor = find_kernel(operator).function(*args)
     return total.div(divisor)
+
+
+@kernel("nll_loss_shard", num_returns=2)
+def nll_loss_shard(
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    start: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This device's term of a mean loss over all rows, and the global sum of weights.
+
+    Args:
+        log_probabilities: [local rows, classes].
+        target: [global rows], on every device.
+        weight: [classes] or None.
+        start: global row of ``log_probabilities[0]``.
+    """
+    kept = target != ignore_index
+    each = kept.to(log_probabilities.dtype)
+    if weight is not None:
+        each = each * weight[target.masked_fill(~kept, 0)]
+    total = each.sum()
+    mine = target[start : start + log_probabilities.shape[0]]
+    summed = torch.nn.functional.nll_loss(
+        log_probabilities, mine, weight, ignore_index=ignore_index, reduction="sum"
+    )
+    return summed / total, total
+
+
+@kernel("attention")
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Scaled dot-product attention of the local heads and batches: [..., heads, queries, features].
+
+    Returns:
+        [..., heads, queries, features of value]. With four dims, queries lie before heads in memory whatever
+        kernel computed it, so that strides are the same on every device and known to the client.
+    """
+    if query.numel() == 0 or value.numel() == 0:
+        result = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    else:
+        result = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if result.ndim == 4:
+        return result.transpose(1, 2).contiguous().transpose(1, 2)
+    return result.contiguous()
+
+
+def _box(whole: torch.Tensor, starts: list[int], like: torch.Tensor) -> torch.Tensor:
+    """A view of the box of ``whole`` that begins at ``starts`` and has the shape of ``like``."""
+    return whole[tuple(slice(start, start + size) for start, size in zip(starts, like.shape, strict=True))]
+
+
+@kernel("random_fill")
+def random_fill(
+    target: torch.Tensor,
+    operator: str,
+    args: list[Any],
+    shape: list[int],
+    stride: list[int],
+    starts: list[int],
+    generator: torch.Generator,
+) -> None:
+    """Fill the local piece with its box of what a random in-place op would write to the whole tensor.
+
+    Args:
+        operator: e.g. ``aten::uniform_``; takes the tensor, ``args`` and ``generator=``.
+        shape, stride: of the whole tensor; numbers are drawn in the order of memory.
+    """
+    whole = torch.empty_strided(shape, stride, dtype=target.dtype, device=target.device)
+    find_kernel(operator).function(whole, *args, generator=generator)
+    target.copy_(_box(whole, starts, target))
+
+
+@kernel("random_like")
+def random_like(
+    like: torch.Tensor,
+    operator: str,
+    args: list[Any],
+    dtype: torch.dtype,
+    shape: list[int],
+    stride: list[int],
+    starts: list[int],
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The local piece of a random tensor of the shape of another, the same numbers on every mesh."""
+    piece = torch.empty_like(like, dtype=dtype)
+    random_fill(piece, operator, args, shape, stride, starts, generator)
+    return piece
+
+
+@kernel("bernoulli_shard")
+def bernoulli_shard(
+    probability: torch.Tensor, shape: list[int], starts: list[int], generator: torch.Generator
+) -> torch.Tensor:
+    """1 with the probability that stands in the same place, else 0; the same numbers on every mesh."""
+    whole = torch.rand(shape, generator=generator, dtype=torch.float32, device=probability.device)
+    return (_box(whole, starts, probability) < probability).to(probability.dtype)
+
+
+@kernel("dropout_shard", num_returns=2)
+def dropout_shard(
+    x: torch.Tensor, probability: float, shape: list[int], starts: list[int], generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local piece of a dropout in training, and its mask of kept elements; the same on every mesh."""
+    whole = torch.rand(shape, generator=generator, dtype=torch.float32, device=x.device)
+    kept = _box(whole, starts, x) >= probability
+    scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
+    return x * kept * scale, kept

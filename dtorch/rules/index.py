@@ -1,0 +1,178 @@
+"""Ops that pick or place rows by numbers."""
+
+from __future__ import annotations
+
+from dtorch.meshes import layout_record
+from dtorch.plan import OpPlan
+from dtorch.rules.call import Call
+from dtorch.rules.dsl import EquationRule, assign, full_names, rule
+from dtorch.rules.equation import ALL_KINDS, LINEAR_KINDS, Dims, Equation, Matched
+from dtorch.rules.reduce import other_op
+from dtorch.rules.registry import register
+from dtorch.rules.view import LETTERS, dim_of, letters
+from dtorch.shapes import Metas, TensorMeta, register_shape, wrap
+from dtorch.spec import Spec, contiguous_stride
+from dtorch_runtime.wire.records import LocalStart
+
+# ------------------------------------------------------------------------------------------------- embedding
+
+
+def _embedding_shape(call: Call) -> Metas | None:
+    weight, indices = call.spec("weight"), call.spec("indices")
+    if len(weight.shape) != 2:
+        return None
+    shape = (*indices.shape, weight.shape[1])
+    return (TensorMeta(shape, contiguous_stride(shape), weight.dtype),)
+
+
+def _rows_from_a_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    """A cut vocabulary: each device looks up the rows that it holds and gives zeros for others."""
+    if "v" not in matched.letters:
+        return None
+    weight, indices = call.inputs
+    start = LocalStart(list(weight.shape), layout_record(matched.inputs[0]), 0)
+    return other_op(call, matched, metas, "dtorch::embedding_shard", [weight, indices, start])
+
+
+rule("embedding", "vd,...->...d", linear="a", specialize=_rows_from_a_piece, shape=_embedding_shape)
+rule("embedding_dense_backward", "...d,...->vd", linear="a")
+
+
+# ------------------------------------------------------------------------------------------------- along a dim
+
+
+def _along(call: Call) -> str:
+    ndim = len(call.inputs[0].shape)
+    return LETTERS[dim_of(call)] if ndim else ""
+
+
+def _same_dims(call: Call) -> str:
+    names = letters(len(call.inputs[0].shape))
+    return f"{names},{names},{names}->{names}"
+
+
+rule("gather", _same_dims, moves="a", whole=_along)
+rule("scatter.src", _same_dims, moves="a+c", lifts=True, whole=_along)
+rule("scatter.value scatter.reduce scatter.value_reduce scatter_reduce", _same_dims, whole=_along)
+rule("scatter_add", _same_dims, linear="a+c", lifts=True, whole=_along)
+
+
+def _index_select(call: Call) -> str:
+    names = letters(len(call.inputs[0].shape))
+    dim = dim_of(call)
+    index = "Z" if call.spec("index").shape else ""
+    return f"{names},{index}->{names[:dim]}{index or '1'}{names[dim + 1 :]}"
+
+
+def _index_rows(call: Call) -> str:
+    names = letters(len(call.inputs[0].shape))
+    dim = dim_of(call)
+    index = "Z" if call.spec("index").shape else ""
+    source = f"{names[:dim]}{index or '1'}{names[dim + 1 :]}"
+    return f"{names},{index},{source}->{names}"
+
+
+rule("index_select", _index_select, moves="a", whole=_along)
+rule("index_add", _index_rows, linear="a+c", lifts=True, whole=_along)
+rule("index_copy", _index_rows, whole=lambda call: _along(call) + "Z")
+rule("index_fill.int_Scalar", _index_rows, whole=lambda call: _along(call) + "Z")
+rule("bucketize.Tensor", "...,z->...", whole="z")
+
+
+# ------------------------------------------------------------------------------------------------- x[i, :, j]
+
+
+def _indexed_dims(call: Call) -> list[int]:
+    return [dim for dim, index in enumerate(call.get("indices")) if index is not None]
+
+
+def _picked(call: Call, dims: list[Dims | None]) -> Dims | None:
+    """The letters of ``x[indices]``: the dims of the indices stand together, in place or in front."""
+    own = dims[0]
+    indexed = _indexed_dims(call)
+    if own is None or not indexed:
+        return None
+    of_indices = call.operands["indices"]
+    assert isinstance(of_indices, tuple)
+    index_dims = [dims[i] or () for i in of_indices if i is not None]
+    ndim = max(map(len, index_dims))
+    joined = tuple(
+        next((names[d] for names in index_dims if -d <= len(names) and names[d] is not None), None)
+        for d in range(-ndim, 0)
+    )
+    together = indexed == list(range(indexed[0], indexed[-1] + 1))
+    at = indexed[0] if together else 0
+    rest = [name for dim, name in enumerate(own) if dim not in indexed]
+    return (*rest[:at], *joined, *rest[at:])
+
+
+def _index(call: Call) -> Equation | None:
+    names = letters(len(call.inputs[0].shape))
+    dims = assign([names, *["..."] * (len(call.inputs) - 1)], call.inputs)
+    picked = None if dims is None else _picked(call, dims)
+    if dims is None or picked is None:
+        return None
+    return Equation(
+        inputs=tuple(dims),
+        outputs=(picked,),
+        whole=frozenset(names[dim] for dim in _indexed_dims(call)),
+        terms=((0,),),
+        kinds=ALL_KINDS,
+    )
+
+
+def _index_put(call: Call) -> Equation | None:
+    names = letters(len(call.inputs[0].shape))
+    values = call.operands["values"]
+    assert isinstance(values, int)
+    parts: list[str | None] = [names, *["..."] * (len(call.inputs) - 1)]
+    parts[values] = None
+    dims = assign(parts, call.inputs)
+    picked = None if dims is None else _picked(call, dims)
+    if dims is None or picked is None:
+        return None
+    dims[values] = _right_aligned(picked, call.inputs[values], call)
+    accumulate = call.has("accumulate") and call.get("accumulate")
+    return Equation(
+        inputs=tuple(dims),
+        outputs=(tuple(names),),
+        whole=frozenset(names[dim] for dim in _indexed_dims(call)),
+        reduce="sum" if accumulate else None,
+        terms=((0,), (values,)),
+        kinds=LINEAR_KINDS if accumulate else ALL_KINDS,
+        lifts=True,
+        fixed=frozenset(call.written),
+    )
+
+
+def _right_aligned(picked: Dims, values: Spec, call: Call) -> Dims:
+    """The letters of values that are broadcast to what was picked."""
+    tail = picked[len(picked) - len(values.shape) :] if values.shape else ()
+    sizes = dict(zip(letters(len(call.inputs[0].shape)), call.inputs[0].shape))
+    return tuple(
+        None if size == 1 and sizes.get(name or "", 0) != 1 else name
+        for name, size in zip(tail, values.shape)
+    )
+
+
+register(full_names("index.Tensor _unsafe_index.Tensor"), EquationRule(_index))
+register(
+    full_names("index_put _unsafe_index_put _index_put_impl_ index_put_"),
+    EquationRule(_index_put),
+)
+
+
+def _index_shape(call: Call) -> Metas | None:
+    """One index along the first dim of a contiguous tensor, the most common case: rows."""
+    spec = call.inputs[0]
+    indices = call.get("indices")
+    if len(indices) != 1 or not isinstance(indices[0], Spec) or wrap(0, len(spec.shape)) is None:
+        return None
+    index = indices[0]
+    if index.dtype.itemsize == 1 or not spec.shape or spec.stride != contiguous_stride(spec.shape):
+        return None
+    shape = (*index.shape, *spec.shape[1:])
+    return (TensorMeta(shape, contiguous_stride(shape), spec.dtype),)
+
+
+register_shape(["aten::index.Tensor"], _index_shape)

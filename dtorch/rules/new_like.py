@@ -1,0 +1,68 @@
+"""Factories that take a tensor for its shape, dtype or place: ``zeros_like(x)``, ``x.new_zeros(size)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dtorch import shapes
+from dtorch.plan import OpPlan
+from dtorch.rules.call import Call, local_shape
+from dtorch.rules.dsl import full_names
+from dtorch.rules.random import whole_where_partial
+from dtorch.rules.registry import register
+from dtorch.rules.whole import plan_same_op, replicated
+from dtorch.shapes import Metas, TensorMeta, preserved_stride, register_shape
+from dtorch.spec import contiguous_stride
+from dtorch_runtime.wire.records import DeviceArg
+
+
+@dataclass(frozen=True)
+class LikeRule:
+    """The new tensor is placed as the given one, whole where that is partial (its values do not matter).
+
+    One of another shape (``sized``) is replicated.
+    """
+
+    sized: bool = False
+    always: bool = False
+
+    def plan(self, call: Call) -> OpPlan:
+        """The plan of a call."""
+        spec = call.inputs[0]
+        metas = shapes.infer(call)
+        (meta,) = metas
+        assert isinstance(meta, TensorMeta)
+        layout = whole_where_partial(spec.layout)
+        replace: dict[str, Any] = {"device": DeviceArg()} if call.get("device") is not None else {}
+        if self.sized:
+            if meta.shape != spec.shape:
+                layout = replicated(spec.layout.mesh)
+            replace["size"] = local_shape(meta.shape, layout)
+        return plan_same_op(call, metas, [layout], replace=replace)
+
+    def signatures(self, call: Call) -> list[str]:
+        """Any placement will do."""
+        return ["self: any -> as self, R where self is P" + (" or the size differs" if self.sized else "")]
+
+
+def _like_shape(call: Call) -> Metas | None:
+    spec = call.inputs[0]
+    if call.get("memory_format") is not None:
+        return None
+    return (TensorMeta(spec.shape, preserved_stride(spec), call.get("dtype") or spec.dtype),)
+
+
+def _new_shape(call: Call) -> Metas | None:
+    shape = tuple(call.get("size"))
+    if any(not isinstance(n, int) or n < 0 for n in shape):
+        return None
+    return (TensorMeta(shape, contiguous_stride(shape), call.get("dtype") or call.inputs[0].dtype),)
+
+
+_LIKE = full_names("zeros_like ones_like full_like empty_like")
+_NEW = full_names("new_zeros new_ones new_full new_empty")
+register(_LIKE, LikeRule())
+register(_NEW, LikeRule(sized=True))
+register_shape(_LIKE, _like_shape)
+register_shape(_NEW, _new_shape)
