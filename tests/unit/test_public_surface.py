@@ -1,0 +1,71 @@
+"""What programs may rely on, written out: a name that comes or goes shows in a diff of this file."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+import dtorch
+from dtorch_runtime.settings import Settings
+
+PUBLIC = """
+    init shutdown connect Cluster
+    DeviceMesh init_device_mesh Placement Replicate Shard Partial
+    empty zeros ones full rand randn randint randperm arange linspace eye tensor from_torch
+    empty_like zeros_like ones_like full_like rand_like randn_like
+    manual_seed Tensor TensorFuture Graph parallelize Settings
+    DTorchError
+    UserError PlacementError MeshError MixedTensorError UnsupportedError SettingError ForkError
+    RemoteOpError
+    InfrastructureError NodeLost ControllerLost ClusterTimeout TransportError HandshakeError SecurityError
+    SessionClosed InternalError
+"""
+
+SETTINGS = """
+    wait_timeout_s start_timeout_s stop_timeout_s heartbeat_interval_s heartbeat_timeout_s collective_timeout_s
+    max_outstanding_ops max_outstanding_bytes batch_ops batch_age_s chunk_bytes num_threads check
+"""
+
+
+def test_the_names_of_dtorch() -> None:
+    assert len(dtorch.__all__) == len(set(dtorch.__all__))
+    assert set(dtorch.__all__) == set(PUBLIC.split())
+    assert set(dir(dtorch)) >= set(PUBLIC.split())
+
+
+def test_type_checkers_see_every_name() -> None:
+    tree = ast.parse(Path(dtorch.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    exported = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    assert exported == set(PUBLIC.split()), "`from ... import name as name` under TYPE_CHECKING"
+
+
+def test_every_name_leads_to_something_that_is_documented() -> None:
+    undocumented = [name for name in PUBLIC.split() if not getattr(dtorch, name).__doc__]
+    assert undocumented == []
+
+
+def test_the_errors_are_one_tree() -> None:
+    errors = [getattr(dtorch, name) for name in PUBLIC.split() if isinstance(getattr(dtorch, name), type)]
+    exceptions = {error for error in errors if issubclass(error, BaseException)}
+    assert {error for error in exceptions if not issubclass(error, dtorch.DTorchError)} == set()
+    defined = {error for error in _descendants(dtorch.DTorchError) if error.__module__.endswith(".errors")}
+    assert defined - exceptions == set(), "errors that a program cannot name"
+
+
+def test_the_settings() -> None:
+    assert {field.name for field in fields(Settings)} == set(SETTINGS.split())
+
+
+def test_the_device_is_one_of_torchs() -> None:
+    assert torch.device("dtorch").type == "dtorch"
+
+
+def _descendants(cls: type) -> set[type]:
+    found = {cls}
+    for child in cls.__subclasses__():
+        found |= _descendants(child)
+    return found
