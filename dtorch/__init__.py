@@ -75,65 +75,26 @@ _STARTING = frozenset((*_FACTORY,))
 __all__ = [*_HOMES]  # frozen by a test  # noqa: PLE0604  strings, made from the tuples above
 
 if TYPE_CHECKING:  # `as` tells type checkers that the name is public
-    from dtorch.cluster import Cluster as Cluster
-    from dtorch.cluster import connect as connect
-    from dtorch.cluster import init as init
-    from dtorch.cluster import shutdown as shutdown
+    from dtorch.cluster import Cluster as Cluster, connect as connect, init as init, shutdown as shutdown
     from dtorch.factory import (
         arange as arange,
-    )
-    from dtorch.factory import (
         empty as empty,
-    )
-    from dtorch.factory import (
         empty_like as empty_like,
-    )
-    from dtorch.factory import (
         eye as eye,
-    )
-    from dtorch.factory import (
         from_torch as from_torch,
-    )
-    from dtorch.factory import (
         full as full,
-    )
-    from dtorch.factory import (
         full_like as full_like,
-    )
-    from dtorch.factory import (
         linspace as linspace,
-    )
-    from dtorch.factory import (
         ones as ones,
-    )
-    from dtorch.factory import (
         ones_like as ones_like,
-    )
-    from dtorch.factory import (
         rand as rand,
-    )
-    from dtorch.factory import (
         rand_like as rand_like,
-    )
-    from dtorch.factory import (
         randint as randint,
-    )
-    from dtorch.factory import (
         randn as randn,
-    )
-    from dtorch.factory import (
         randn_like as randn_like,
-    )
-    from dtorch.factory import (
         randperm as randperm,
-    )
-    from dtorch.factory import (
         tensor as tensor,
-    )
-    from dtorch.factory import (
         zeros as zeros,
-    )
-    from dtorch.factory import (
         zeros_like as zeros_like,
     )
     from dtorch.future import TensorFuture as TensorFuture
@@ -143,70 +104,29 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from dtorch.tensors import Tensor as Tensor
     from dtorch_runtime.errors import (
         ClusterTimeout as ClusterTimeout,
-    )
-    from dtorch_runtime.errors import (
         ControllerLost as ControllerLost,
-    )
-    from dtorch_runtime.errors import (
         DTorchError as DTorchError,
-    )
-    from dtorch_runtime.errors import (
         ForkError as ForkError,
-    )
-    from dtorch_runtime.errors import (
         HandshakeError as HandshakeError,
-    )
-    from dtorch_runtime.errors import (
         InfrastructureError as InfrastructureError,
-    )
-    from dtorch_runtime.errors import (
         InternalError as InternalError,
-    )
-    from dtorch_runtime.errors import (
         MeshError as MeshError,
-    )
-    from dtorch_runtime.errors import (
         MixedTensorError as MixedTensorError,
-    )
-    from dtorch_runtime.errors import (
         NodeLost as NodeLost,
-    )
-    from dtorch_runtime.errors import (
         PlacementError as PlacementError,
-    )
-    from dtorch_runtime.errors import (
         RemoteOpError as RemoteOpError,
-    )
-    from dtorch_runtime.errors import (
         SecurityError as SecurityError,
-    )
-    from dtorch_runtime.errors import (
         SessionClosed as SessionClosed,
-    )
-    from dtorch_runtime.errors import (
         SettingError as SettingError,
-    )
-    from dtorch_runtime.errors import (
         TransportError as TransportError,
-    )
-    from dtorch_runtime.errors import (
         UnsupportedError as UnsupportedError,
-    )
-    from dtorch_runtime.errors import (
         UserError as UserError,
     )
-    from dtorch_runtime.ir.mesh import DeviceMesh as DeviceMesh
-    from dtorch_runtime.ir.mesh import init_device_mesh as init_device_mesh
+    from dtorch_runtime.ir.mesh import DeviceMesh as DeviceMesh, init_device_mesh as init_device_mesh
     from dtorch_runtime.ir.placement import (
         Partial as Partial,
-    )
-    from dtorch_runtime.ir.placement import (
         Placement as Placement,
-    )
-    from dtorch_runtime.ir.placement import (
         Replicate as Replicate,
-    )
-    from dtorch_runtime.ir.placement import (
         Shard as Shard,
     )
     from dtorch_runtime.settings import Settings as Settings

@@ -66,6 +66,7 @@ def test_the_device_is_one_of_torchs() -> None:
 
 def _descendants(cls: type) -> set[type]:
     found = {cls}
+    child: type
     for child in cls.__subclasses__():
         found |= _descendants(child)
     return found
