@@ -56,6 +56,9 @@ class Worker:
         self._make_stream = make_stream
         self._share = share
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        #: Rising; the first by whoever submits, which is one thread, the second by the worker.
+        self._num_submitted = 0
+        self._num_finished = 0
         # A daemon: a kernel that never ends must not keep the process from ending.
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         share.add_worker()
@@ -63,7 +66,13 @@ class Worker:
 
     def submit(self, job: Job) -> None:
         """Queue a job. It must not raise: what it does is nobody's to await."""
+        self._num_submitted += 1
         self._jobs.put(job)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every job that was submitted is finished. For the thread that submits: for others it may change."""
+        return self._num_submitted == self._num_finished
 
     def stop(self) -> None:
         """End behind the jobs that are queued."""
@@ -91,3 +100,4 @@ class Worker:
                     _log.exception("a job of worker %s raised, which is a bug of DTorch", self.name)
                 # The queue's wait would else keep the last job, and with it a session's tensors, alive.
                 job = None
+                self._num_finished += 1
