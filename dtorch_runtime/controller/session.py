@@ -146,7 +146,9 @@ class Session:
         """
         self._take_seq(message.seq)
         offset, total = message.offset_bytes, message.total_bytes
-        if offset < 0 or offset + num_bytes > total or min(message.shape, default=0) < 0:
+        if min(message.shape, default=0) < 0:
+            raise GraphError(f"an upload has shape {message.shape}; sizes are not negative")
+        if offset < 0 or offset + num_bytes > total:
             raise GraphError(f"an upload of {num_bytes} bytes at {offset} lies outside its {total} bytes")
         devices_of_node: dict[int, list[int]] = {}
         for device in message.devices:
