@@ -63,7 +63,7 @@ class _Child:
         self.is_ready = False
         with self._log.open("wb") as log:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "dtorch_runtime.process"],
+                [sys.executable, "-P", "-m", "dtorch_runtime.process"],  # -P: not from the user's folder
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
