@@ -7,8 +7,11 @@ import socket
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from dtorch_runtime.errors import ClusterTimeout, HandshakeError
 from dtorch_runtime.settings import Settings
+from dtorch_runtime.transport.advertised import as_seen_from
 from dtorch_runtime.transport.base import LinkLimits
 from dtorch_runtime.transport.heartbeat import HeartbeatClient
 from dtorch_runtime.transport.security import CurveKeys
@@ -44,7 +47,8 @@ def join(
             for message in link.receive(remaining_s):
                 answer = decode_to_client(message[0])
                 if isinstance(answer, Welcome):
-                    return link, answer
+                    heartbeats = as_seen_from(answer.heartbeat_endpoint, address)
+                    return link, msgspec.structs.replace(answer, heartbeat_endpoint=heartbeats)
                 if isinstance(answer, Refused):
                     raise HandshakeError(f"the controller at {address} refused this client: {answer.reason}")
     except BaseException:
