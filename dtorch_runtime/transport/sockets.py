@@ -12,6 +12,10 @@ from typing import cast
 
 import zmq
 
+# Exit handlers run last to first: this registers the one of pyzmq's keeper of frames in flight, and the keeper must
+# still be there while `_ProcessContext` sends what is left, or the process dies of a segmentation fault.
+from zmq.utils import garbage  # noqa: F401
+
 from dtorch_runtime.errors import ClusterTimeout, ForkError, TransportError
 from dtorch_runtime.transport.base import LARGE_FRAME_BYTES, Frames, LinkLimits, Message, checked_frames
 from dtorch_runtime.transport.endpoint import Endpoint, parse_endpoint, prepare_ipc_bind, require_keys
