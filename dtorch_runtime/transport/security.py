@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import secrets
 import stat
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ _FORMAT = 1
 _SERVER = "server"
 _KEY_CHARACTERS = 40  # 32 bytes in Z85
 _SESSION_KEY_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,9 @@ def write_keys(folder: str | os.PathLike[str], client_names: Sequence[str] = ("c
         SecurityError: a file is there already (keys are never overwritten), or a name cannot be a file's.
     """
     for name in client_names:
-        if name == _SERVER or not name or Path(name).name != name:
+        if name == _SERVER or not _NAME.fullmatch(name):
             raise SecurityError(
-                f"{name!r} cannot name a client's keys: use a plain word other than {_SERVER!r}"
+                f"{name!r} cannot name a client's keys: use letters, digits, - and _, but not {_SERVER!r}"
             )
     if not client_names:
         raise SecurityError("no client was named: a server that lets nobody in is of no use")
@@ -147,7 +149,7 @@ def load_keys(folder: str | os.PathLike[str], role: str) -> CurveKeys:
         return CurveKeys(
             public_key=_key(file.public_key),
             secret_key=_key(file.secret_key),
-            session_key=bytes.fromhex(file.session_key),
+            session_key=_session_key(file.session_key),
             allowed_clients=frozenset(_key(key) for key in file.allowed_clients.values()),
             server_public_key=None if file.server_public_key is None else _key(file.server_public_key),
         )
@@ -176,6 +178,13 @@ def _key(text: str) -> bytes:
     if len(text) != _KEY_CHARACTERS or not text.isascii():
         raise ValueError(f"a key has {_KEY_CHARACTERS} characters, one of {len(text)} was found")
     return text.encode("ascii")
+
+
+def _session_key(text: str) -> bytes:
+    key = bytes.fromhex(text)
+    if len(key) != _SESSION_KEY_BYTES:
+        raise ValueError(f"a session key has {_SESSION_KEY_BYTES} bytes, one of {len(key)} was found")
+    return key
 
 
 def _write_private(path: Path, content: bytes) -> None:

@@ -470,7 +470,9 @@ async def test_a_thread_link_takes_large_frames_in_bounded_memory(transport: Tra
 # --------------------------------------------------------------------------------------------------- nothing is left
 
 
-async def test_nothing_is_left_after_everything_was_closed(request: pytest.FixtureRequest, folder: Path) -> None:
+async def test_nothing_is_left_after_everything_was_closed(
+    request: pytest.FixtureRequest, folder: Path
+) -> None:
     async def use_everything(kind: str) -> None:
         transport = make_transport(kind, folder / kind)
         (folder / kind).mkdir(mode=0o700, exist_ok=True)
