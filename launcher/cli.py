@@ -120,7 +120,10 @@ def run(
     nodes: Annotated[int, typer.Option(metavar="N", help="Node agents to start.")] = 1,
     devices_per_node: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Devices of each. (default: 1; with cuda, all GPUs shared out)"),
+        typer.Option(
+            metavar="N",
+            help="Devices of each. (default: 64 on one node, else its cores; with cuda, all GPUs shared out)",
+        ),
     ] = None,
     device_type: DeviceType = "cpu",
     module: Annotated[
@@ -179,7 +182,10 @@ def agent(
         typer.Option(metavar="NAME", help="The node's name in logs and errors. (default: the host's)"),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(metavar="N", help="Devices to offer. (default: 1; with cuda, all GPUs)")
+        int | None,
+        typer.Option(
+            metavar="N", help="Devices to offer. (default: the number of cores; with cuda, all GPUs)"
+        ),
     ] = None,
     device_type: DeviceType = "cpu",
     data_address: Annotated[

@@ -35,11 +35,14 @@ from dtorch_launcher.services import agent_service, controller_service
 from dtorch_launcher.solo import SoloSupervisor
 from dtorch_launcher.supervise import PROGRAM, Supervisor
 from dtorch_runtime.errors import SettingError
+from dtorch_runtime.local import default_devices
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.endpoint import make_ipc_folder, parse_endpoint, require_keys
 from dtorch_runtime.transport.security import new_session_key, write_keys
 
 _SERVER, _CLIENT = "server", "client"
+#: An agent that joins by itself is taken to be one of several.
+_ONE_OF_SEVERAL = 2
 
 
 def run_program(program: Program, num_nodes: int, devices_per_node: int | None, device_type: str) -> int:
@@ -53,21 +56,31 @@ def run_program(program: Program, num_nodes: int, devices_per_node: int | None, 
     gpus = visible_gpus(os.environ) if device_type == "cuda" else None
     check_count("--nodes", num_nodes)
     if devices_per_node is None:
-        devices_per_node = 1 if gpus is None else max(1, len(gpus) // num_nodes)
+        devices_per_node = default_devices(num_nodes) if gpus is None else max(1, len(gpus) // num_nodes)
     nodes = {node.name: node for node in plan_nodes(num_nodes, devices_per_node, device_type, gpus)}
     check_program(program, Path.cwd())
 
-    folder = make_ipc_folder()
-    address = f"ipc://{folder}/controller"
+    # One for each process: each removes its own, and only its own, if the launcher is killed.
+    folders = {name: str(make_ipc_folder()) for name in (CONTROLLER, *nodes)}
+    address = f"ipc://{folders[CONTROLLER]}/controller"
     credentials = Credentials(session_key=new_session_key())
     environment = program_environment(os.environ, address=address, session_key=credentials.session_key)
 
     def spec_of(name: str) -> Spec:
-        if name == CONTROLLER:
-            return controller_service(address, credentials, None, settings)
         if name == PROGRAM:
             return Foreground(command=program.command(own_python()), environment=environment)
-        return agent_service(nodes[name], address, credentials, None, settings)
+        folder = folders[name]
+        if name == CONTROLLER:
+            return controller_service(address, credentials, None, settings, folder)
+        return agent_service(
+            nodes[name],
+            address,
+            credentials,
+            None,
+            settings,
+            data_address=f"ipc://{folder}/data",
+            folder=folder,
+        )
 
     supervisor = Supervisor(
         agents=tuple(nodes), start_timeout_s=settings.start_timeout_s, stop_timeout_s=settings.stop_timeout_s
@@ -76,7 +89,8 @@ def run_program(program: Program, num_nodes: int, devices_per_node: int | None, 
     try:
         return Launch(supervisor, spec_of, logs, check=settings.check).run()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_controller(address: str, keys_folder: Path | None) -> int:
@@ -118,7 +132,7 @@ def run_agent(
     check_device_type(device_type)
     num_gpus = len(visible_gpus(os.environ)) if device_type == "cuda" else None
     if num_devices is None:
-        num_devices = 1 if num_gpus is None else max(1, num_gpus)
+        num_devices = default_devices(_ONE_OF_SEVERAL) if num_gpus is None else max(1, num_gpus)
     check_count("--devices", num_devices)
     if num_gpus is not None and num_devices > num_gpus:
         raise SettingError(
@@ -134,7 +148,12 @@ def run_agent(
     credentials = require_credentials(folder, _CLIENT)
     node = NodePlan(name=name, num_devices=num_devices, device_type=device_type)
     service = agent_service(
-        node, address, credentials, folder, settings, data_address or own_address(endpoint)
+        node,
+        address,
+        credentials,
+        folder,
+        settings,
+        data_address=data_address or own_address(endpoint),
     )
     announcement = f"{name} has joined {{endpoint}} with {num_devices} {device_type} device(s); Ctrl-C leaves"
     return _run_alone(name, service, settings, f"{name} to join {address}", announcement)

@@ -33,6 +33,7 @@ from dtorch_launcher.supervise import (
     Start,
 )
 from dtorch_runtime.errors import InternalError
+from dtorch_runtime.local import remove_shared_memory
 
 OWN_NAME = "dtorch-launch"
 
@@ -207,6 +208,7 @@ class _Child:
         self._on_event(ChildExited(name=self._name, returncode=returncode))
 
     def close(self) -> None:
+        remove_shared_memory([self._process.pid])  # one that was killed could not
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.end_lifeline()

@@ -26,10 +26,18 @@ class _ReadyLine(msgspec.Struct, frozen=True):
 
 
 def controller_service(
-    address: str, credentials: Credentials, keys_folder: str | None, settings: Settings
+    address: str,
+    credentials: Credentials,
+    keys_folder: str | None,
+    settings: Settings,
+    folder: str | None = None,
 ) -> Service:
-    """The controller of a cluster, bound to ``address``."""
-    config = _config("controller", address, credentials, keys_folder, settings)
+    """The controller of a cluster, bound to ``address``.
+
+    Args:
+        folder: removed by the process at its end, should the launcher be gone by then.
+    """
+    config = _config("controller", address, credentials, keys_folder, settings, folder=folder)
     return _service(config, CONTROLLER, {})
 
 
@@ -39,12 +47,15 @@ def agent_service(
     credentials: Credentials,
     keys_folder: str | None,
     settings: Settings,
-    data_address: str = "",
+    *,
+    data_address: str,
+    folder: str | None = None,
 ) -> Service:
     """The agent of ``node``, which joins the controller at ``address``.
 
     Args:
-        data_address: where other nodes reach this one; by default it is derived from ``address``.
+        data_address: where other nodes reach this one.
+        folder: as for the controller.
     """
     config = _config(
         "agent",
@@ -56,6 +67,7 @@ def agent_service(
         num_devices=node.num_devices,
         device_type=node.device_type,
         data_endpoint=data_address,
+        folder=folder,
     )
     return _service(config, node.name, node.environment)
 
@@ -75,7 +87,7 @@ def _config(
     credentials: Credentials,
     keys_folder: str | None,
     settings: Settings,
-    **node: Any,
+    **more: Any,
 ) -> ProcessConfig:
     has_keys = credentials.keys is not None
     return ProcessConfig(
@@ -84,7 +96,7 @@ def _config(
         session_key="" if has_keys else credentials.session_key.hex(),
         key_folder=keys_folder if has_keys else None,
         settings=asdict(settings),
-        **node,
+        **more,
     )
 
 

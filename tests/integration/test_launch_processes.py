@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -179,27 +182,73 @@ def test_a_log_that_nobody_reads_any_more_does_not_stop_the_program() -> None:
 
 
 LAUNCHER = """
-import os, sys
-sys.path[:0] = {path!r}
+import sys
+sys.path.insert(0, {root!r})
 from tests.integration.test_launch_processes import launch, python
-launch(python("import os, signal; print(os.getpid(), os.getppid(), flush=True); signal.pause()"))
+sys.exit(launch(python({program!r}))[0])
 """
 
 
+def launcher(program: str) -> list[str]:
+    """A command line that launches ``program`` in a process of its own."""
+    root = str(Path(__file__).parents[2])
+    return [sys.executable, "-c", LAUNCHER.format(root=root, program=program)]
+
+
 def test_kill_9_of_the_launcher_leaves_nothing() -> None:
-    code = LAUNCHER.format(path=[str(Path(__file__).parents[2])])
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        launcher.stdout.readline()
-        family = psutil.Process(launcher.pid).children(recursive=True)
+    command = launcher("import signal; print('runs', flush=True); signal.pause()")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) == 4, "a controller, two agents and the program"
-        launcher.send_signal(signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
         wait_until(
-            lambda: (
-                not any(
-                    process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family
-                )
-            ),
+            lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family),
             "the launcher's children to end",
             state=lambda: family,
         )
+
+
+#: Counts Ctrl-C, and says how often it came once the queue of its signals is empty.
+COUNTS_INTERRUPTS = """
+import signal
+count = []
+signal.signal(signal.SIGINT, lambda *_: count.append(1))
+signal.signal(signal.SIGTERM, lambda *_: print("interrupts", len(count), flush=True))
+print("waits", flush=True)
+while not count:
+    signal.pause()
+print("interrupted", flush=True)
+signal.pause()
+"""
+
+
+def test_ctrl_c_at_a_terminal_interrupts_the_program_once() -> None:
+    """The terminal sends it to launcher and program alike. The SIGTERM that follows is passed on after it, so that an
+    interrupt that was passed on as well would have been counted."""
+    terminal, end = os.openpty()
+    process = subprocess.Popen(
+        launcher(COUNTS_INTERRUPTS),
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(end)
+    with os.fdopen(terminal, "r+b", buffering=0) as keyboard:
+        read_until(keyboard, b"waits")
+        keyboard.write(b"\x03")
+        read_until(keyboard, b"interrupted")
+        process.send_signal(signal.SIGTERM)
+        read_until(keyboard, b"interrupts ")
+        assert keyboard.read(1) == b"1"
+        assert process.wait(30) == 0
+
+
+def read_until(terminal: IO[bytes], word: bytes) -> bytes:
+    seen = b""
+    while word not in seen:
+        seen += terminal.read(1)
+    return seen
