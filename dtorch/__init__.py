@@ -69,6 +69,16 @@ _HOMES = {
     "Graph": "dtorch.graph",
     "parallelize": "dtorch.parallel",
 }
+#: Modules that do not import torch.
+_WITHOUT_TORCH = frozenset(
+    (
+        "dtorch.cluster",
+        "dtorch_runtime.ir.mesh",
+        "dtorch_runtime.ir.placement",
+        "dtorch_runtime.errors",
+        "dtorch_runtime.settings",
+    )
+)
 #: Names whose use makes tensors: the processes of an embedded cluster load while torch is imported here.
 _STARTING = frozenset((*_FACTORY,))
 
@@ -136,8 +146,10 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
-    if name in _STARTING and "torch" not in sys.modules:
-        importlib.import_module("dtorch.cluster").start_ahead()
+    if "torch" not in sys.modules and home not in _WITHOUT_TORCH:
+        if name in _STARTING:
+            importlib.import_module("dtorch.cluster").start_ahead()
+        importlib.import_module("torch")  # by itself, so that the device is registered right after it
     value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 

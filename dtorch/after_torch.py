@@ -21,6 +21,9 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("dtorch.")]
+    if any(module.__spec__ is not None and module.__spec__._initializing for module in modules):  # type: ignore[attr-defined]
+        return  # a submodule was imported by itself and is halfway: the first session registers the device
     importlib.import_module("dtorch.backend").register()
 
 

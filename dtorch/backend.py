@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from dtorch import random
-from dtorch.dispatch import dispatch
+from dtorch import autocast, engine, random
+from dtorch.dispatch import KEPT_WHOLE, dispatch
 from dtorch.graph import Graph
 from dtorch.tensors import Tensor
 
 aten = torch.ops.aten
 _lock = threading.Lock()
 #: What lives as long as the registration.
-_libraries: list[torch.library.Library] = []
+_kept: list[Any] = []
 
 #: Made in one op; torch would make an empty tensor and fill it.
 _FACTORIES = (
@@ -41,27 +41,32 @@ _FACTORIES = (
     aten.eye.m,
     aten.scalar_tensor.default,
 )
-#: One op when no gradient is wanted; with gradients torch's own decomposition, whose parts have derivatives.
-_KEPT_WHOLE = (aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def register() -> None:
     """Make ``device="dtorch"`` known to torch; done once."""
     with _lock:
-        if _libraries:
+        if _kept:
             return
-        _setup_privateuseone_for_python_backend("dtorch", backend_module=_DeviceModule())
-        everything = torch.library.Library("_", "IMPL")  # noqa: TOR901  kept in _libraries
+        hook, guard = _Hook(), engine.install()
+        # Torch calls their methods from C++ as long as the process lives, and does not keep them alive itself.
+        _kept.extend((hook, guard))
+        _setup_privateuseone_for_python_backend(
+            "dtorch", backend_module=_DeviceModule(), hook=hook, device_guard=guard
+        )
+        everything = torch.library.Library("_", "IMPL")
         everything.fallback(_make, dispatch_key="PrivateUse1")
-        ops = torch.library.Library("aten", "IMPL")  # noqa: TOR901  kept in _libraries
-        _libraries.extend((everything, ops))
+        everything.fallback(torch.library.fallthrough_kernel, dispatch_key="AutocastPrivateUse1")
+        ops = torch.library.Library("aten", "IMPL")
+        _kept.extend((everything, ops))
         # Without its own kernel torch.tensor(data, device="dtorch") ends in an internal assert of the fallback.
         for func in (aten._to_copy.default, *_FACTORIES):
             ops.impl(func, _maker(func), "PrivateUse1")
-        for func in _KEPT_WHOLE:
+        for func in KEPT_WHOLE:
             ops.impl(func, _whole(func), "AutogradPrivateUse1")
             ops.impl(func, _whole(func), "PrivateUse1")
+        autocast.register(ops)
         _use_foreach_optimizers()
 
 
@@ -77,6 +82,8 @@ def _maker(func: Any) -> Any:
 
 
 def _whole(func: Any) -> Any:
+    """One op when no gradient is wanted; with gradients torch's own decomposition, whose parts have derivatives."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
@@ -96,6 +103,17 @@ def _use_foreach_optimizers() -> None:
         types = getattr(module, "_foreach_supported_types", None)
         if isinstance(types, list) and Tensor not in types:
             types.append(Tensor)
+
+
+class _Hook(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
 
 
 class _DeviceModule:

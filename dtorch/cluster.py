@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from dtorch_runtime.local import LocalCluster, start_local_cluster
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.heartbeat import HeartbeatClient
 from dtorch_runtime.transport.security import CurveKeys, load_keys
+from dtorch_runtime.wire.records import NodeRecord
 
 if TYPE_CHECKING:  # imports torch
     from dtorch.connection import Session
@@ -55,6 +57,11 @@ class Cluster:
     def devices(self) -> list[int]:
         """The ids of all devices, over all nodes."""
         return self.session.devices()
+
+    @property
+    def nodes(self) -> list[NodeRecord]:
+        """The nodes that are alive, in the order of their devices."""
+        return self.session.nodes()
 
     @property
     def graph(self) -> Graph:
@@ -234,6 +241,7 @@ def start_ahead() -> None:
     with _lock:
         if _ahead is None and not _stack and _forked_from is None and ENV_ADDRESS not in os.environ:
             _ahead = start_local_cluster()
+            _run_first_at_exit()
 
 
 def _discard_ahead() -> None:
@@ -256,8 +264,10 @@ def _open_local(num_nodes: int, devices_per_node: int | None, settings: Settings
     if local is None:
         local = start_local_cluster(num_nodes, devices_per_node, settings)
     try:
-        import dtorch.connection  # noqa: F401  loads torch, while the processes do the same
-
+        # While the processes load torch, this one does the same; and so that the first op need not, it loads what
+        # torch's dispatcher imports in front of the first call of any __torch_dispatch__.
+        importlib.import_module("dtorch.connection")
+        importlib.import_module("torch.distributed.tensor")
         local.wait_ready()
         shaped = devices_per_node is not None or num_nodes > 1
         return _open(local.address, local.session_key, None, settings, local, shaped=shaped)
@@ -327,6 +337,7 @@ def _find_session_key(session_key: bytes | None, keys: CurveKeys | None) -> byte
 def _push(opened: _Open) -> None:
     with _lock:
         _stack.append(opened)
+        _run_first_at_exit()
 
 
 def _remove(opened: _Open) -> None:
@@ -367,6 +378,10 @@ def _at_exit() -> None:
     _discard_ahead()
 
 
+def _run_first_at_exit() -> None:
+    """Handlers run in reverse order, and a local cluster has one of its own: say goodbye before it is stopped."""
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
 os.register_at_fork(after_in_child=_after_fork)
-# Runs before the handlers of what is imported above, as handlers run in reverse order.
-atexit.register(_at_exit)

@@ -8,12 +8,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from dtorch.future import ClusterFuture, SyncFuture, TensorFuture
-from dtorch.graph import Graph, Handle
+from dtorch.graph import DEFAULT_AXIS, Graph, Handle
 from dtorch.location import describe
 from dtorch.meshes import mesh_id
 from dtorch.session import (
@@ -91,7 +92,7 @@ class Session:
         self._templates: dict[bytes, int] = {}
         self._defined_meshes: set[int] = set()
         self._graphs: dict[int, Graph] = {}
-        self._whole_mesh: DeviceMesh | None = None
+        self._default_mesh: DeviceMesh | None = None
         #: Why the session is over: makes the error that every later use raises.
         self._end: Callable[[], DTorchError] | None = None
         self._local = threading.local()
@@ -122,20 +123,22 @@ class Session:
         with self._changed:
             self._graphs[graph.graph_id] = graph
 
-    def whole_mesh(self) -> DeviceMesh:
-        """The mesh of tensors made without one: all devices of the cluster.
+    def default_mesh(self) -> DeviceMesh:
+        """The mesh of tensors made without one: all devices of the cluster, on an axis named "default".
 
         An embedded cluster that nobody shaped has more devices than the program asked for: then the first alone.
+        Tensors on it follow those of their ops to other meshes.
 
         Raises:
             ClusterTimeout: no node has joined within ``start_timeout_s``.
         """
-        if self._whole_mesh is None:
+        if self._default_mesh is None:
             nodes = self._wait_for_nodes()
             device_type = nodes[0].device_type
             devices = sorted(d for node in nodes if node.device_type == device_type for d in node.devices)
-            self._whole_mesh = DeviceMesh(device_type, devices if self._shaped else devices[:1])
-        return self._whole_mesh
+            chosen = devices if self._shaped else devices[:1]
+            self._default_mesh = DeviceMesh(device_type, chosen, mesh_dim_names=(DEFAULT_AXIS,))
+        return self._default_mesh
 
     def _wait_for_nodes(self) -> list[Any]:
         limit_s = self.settings.start_timeout_s
@@ -420,7 +423,7 @@ class Session:
                     with self._changed:
                         self._changed.notify_all()
                 case ControllerGone():
-                    self._end_with(lambda reason=action.reason: ControllerLost(self.address, reason))
+                    self._end_with(partial(ControllerLost, self.address, action.reason))
 
     def _pop_waiting(self, number: int) -> ClusterFuture[Any] | None:
         with self._changed:

@@ -1,19 +1,22 @@
-"""One ATen call -> one op: look the call up by the specs and constants of its arguments, plan it on a miss, issue it."""
+"""One ATen call -> one op: looked up by the specs and constants of its arguments, planned on a miss, issued."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 
-from dtorch.graph import FREE_BATCH, Graph, Handle
+from dtorch.future import TensorFuture
+from dtorch.graph import FREE_BATCH, Graph, Handle, is_default_mesh
 from dtorch.issue import DEVICE, Entry, issue, make_entry, make_symbol, upload
 from dtorch.location import capture, known
 from dtorch.plan import NewOutput, OpPlan
 from dtorch.propagate import propagate
-from dtorch.spec import Spec
+from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.errors import MixedTensorError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, Replicate
@@ -62,8 +65,8 @@ def dispatch(
         for name, value in kwargs.items():
             key.append(name)
             _add_to_key(cls, value, key, tensors)
-    frame = _get_frame(1)
-    location = known.get((id(frame.f_code), frame.f_lasti))
+    frame = _get_frame().f_back  # None on a thread of autograd
+    location = known.get((id(frame.f_code), frame.f_lasti)) if frame is not None else None
     if not tensors:
         return _dispatch_slowly(cls, func, args, kwargs or {}, None, location or capture(frame))
     graph: Graph = tensors[0]._handle.graph
@@ -132,6 +135,18 @@ def _issue_entry(
 
 # ---- the miss path ----
 
+#: Made of other ops by torch, but kept as one here: see ``backend``.
+KEPT_WHOLE = (aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether torch makes this op of others. Under ``inference_mode`` it leaves that to us."""
+    name = func.name()
+    return func not in KEPT_WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(
+        name, "CompositeImplicitAutograd"
+    )
+
 
 def _dispatch_slowly(
     cls: type[torch.Tensor],
@@ -146,6 +161,8 @@ def _dispatch_slowly(
         result = special(cls, func, args, kwargs, location)
         if result is not NotImplemented:
             return result
+    if is_composite(func):
+        return func.decompose(*args, **kwargs)
     if known_call is None:
         return make(cls, func, args, kwargs, None, location)
     key, tensors, graph = known_call
@@ -153,12 +170,47 @@ def _dispatch_slowly(
     if any(_is_plain_tensor(cls, value) for value in _flat((args, kwargs))):
         args, kwargs = _bring_in(cls, func, args, kwargs, graph, tensors, location)
         return dispatch(cls, func, (), args, kwargs)
-    plan = propagate(func, _to_specs(cls, args), _to_specs(cls, kwargs))
+    plan = _plan(cls, func, args, kwargs, tensors)
     entry = make_entry(graph.session, plan, func, len(tensors), _dtype_dependence(plan, tensors))
     if len(graph.entries) >= _MAX_ENTRIES:
         graph.entries.clear()
     graph.entries[key] = entry
     return issue(cls, entry, graph, tensors, location)
+
+
+def _plan(
+    cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+) -> OpPlan:
+    given = [tensor._spec for tensor in tensors]
+    moves = _moves_to_one_mesh(given)
+    if moves:
+        specs = list(given)
+        for index, layout in moves:
+            specs[index] = intern_spec(specs[index].shape, specs[index].dtype, layout)
+        plan = _propagate(cls, func, args, kwargs, specs)
+        if not any(index in plan.mutates for index, _ in moves):
+            return dataclasses.replace(plan, conversions=(*moves, *plan.conversions))
+    return _propagate(cls, func, args, kwargs, given)
+
+
+def _propagate(
+    cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]
+) -> OpPlan:
+    remaining = iter(specs)
+    return propagate(func, _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining))
+
+
+def _moves_to_one_mesh(specs: list[Spec]) -> tuple[tuple[int, Layout], ...]:
+    """Which inputs follow the others to their mesh: those on the default mesh, which nobody named.
+
+    Model code makes masks and positions with ``torch.arange(..., device=x.device)``, which knows no mesh.
+    """
+    meshes = {spec.layout.mesh for spec in specs}
+    named = [mesh for mesh in meshes if not is_default_mesh(mesh)]
+    if len(meshes) < 2 or len(named) != 1:
+        return ()
+    layout = Layout(named[0], (Replicate(),) * named[0].ndim)
+    return tuple((index, layout) for index, spec in enumerate(specs) if is_default_mesh(spec.layout.mesh))
 
 
 def make(
@@ -191,14 +243,15 @@ def make(
     return issue(cls, entry, graph, (), location)
 
 
-def _to_specs(cls: type[torch.Tensor], value: Any) -> Any:
+def _to_specs(cls: type[torch.Tensor], value: Any, specs: Iterator[Spec]) -> Any:
+    """The arguments with each tensor replaced by the next of ``specs``."""
     kind = type(value)
     if kind is cls:
-        return value._spec
+        return next(specs)
     if kind is list or kind is tuple:
-        return kind(_to_specs(cls, item) for item in value)
+        return kind(_to_specs(cls, item, specs) for item in value)
     if kind is dict:
-        return {name: _to_specs(cls, item) for name, item in value.items()}
+        return {name: _to_specs(cls, item, specs) for name, item in value.items()}
     return value
 
 
@@ -347,7 +400,8 @@ def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], l
 
 def fetched(tensor: Any) -> torch.Tensor:
     """The value of a symbol, as a CPU tensor of global shape, waited for; autograd does not see it."""
-    return tensor._handle.graph.session.fetch(tensor._handle, tensor._spec).get()
+    future: TensorFuture = tensor._handle.graph.session.fetch(tensor._handle, tensor._spec)
+    return future.get()
 
 
 def alias(tensor: Any, spec: Spec) -> Any:

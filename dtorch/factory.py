@@ -44,7 +44,8 @@ def _make(
     made: Tensor = make(Tensor, func, args, kwargs, whole, capture(sys._getframe(1)))
     if whole != layout:
         made = made.redistribute(layout.mesh, layout.placements)
-    return made.requires_grad_() if requires_grad else made
+    made.requires_grad_(requires_grad)
+    return made
 
 
 def _without_partial(layout: Layout) -> Layout:
@@ -115,7 +116,7 @@ def rand(
     placements: _Placements = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Numbers from the uniform distribution on [0, 1), the same under every layout. Arguments and errors as ``empty``."""
+    """Uniform random numbers on [0, 1), the same under every layout. Arguments and errors as ``empty``."""
     shape = _size(size)
     return _make(aten.rand.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
 
@@ -165,9 +166,10 @@ def randint(
     if size is None:
         if high is None or isinstance(high, int):
             raise TypeError("randint takes (high, size) or (low, high, size)")
-        low, high, size = 0, low, high
-    shape = _size((size,))
-    args = (low, high, shape)
+        args: tuple[Any, Any, list[int]] = (0, low, _size((high,)))
+    else:
+        args = (low, high, _size((size,)))
+    shape = args[2]
     return _make(aten.randint.low, args, len(shape), dtype, device_mesh, placements, requires_grad)
 
 
@@ -229,11 +231,10 @@ def eye(
 
 
 def _like(make_tensor: Any, args: tuple[Any, ...], like: torch.Tensor, options: dict[str, Any]) -> Tensor:
-    if isinstance(like, Tensor):
-        if options["device_mesh"] in (None, like.device_mesh):
-            options["device_mesh"] = like.device_mesh
-            if options["placements"] is None:
-                options["placements"] = _without_partial(like._spec.layout).placements
+    if isinstance(like, Tensor) and options["device_mesh"] in (None, like.device_mesh):
+        options["device_mesh"] = like.device_mesh
+        if options["placements"] is None:
+            options["placements"] = _without_partial(like._spec.layout).placements
     options["dtype"] = like.dtype if options["dtype"] is None else options["dtype"]
     made: Tensor = make_tensor(like.shape, *args, **options)
     return made
@@ -384,8 +385,10 @@ def from_torch(
     """
     layout = _layout(device_mesh, placements, tensor.dim())
     if isinstance(tensor, Tensor):
-        made = tensor.detach().redistribute(layout.mesh, layout.placements)
-        return made.requires_grad_() if requires_grad else made
+        detached: Any = tensor.detach()
+        made: Tensor = detached.redistribute(layout.mesh, layout.placements)
+        made.requires_grad_(requires_grad)
+        return made
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise UnsupportedError(
             f"from_torch takes a strided tensor with data, got one with layout {tensor.layout} on {tensor.device}; "
@@ -396,4 +399,5 @@ def from_torch(
     made = upload(Tensor, graph, tensor.to("cpu"), whole, capture(sys._getframe(1)))
     if whole != layout:
         made = made.redistribute(layout.mesh, layout.placements)
-    return made.requires_grad_() if requires_grad else made
+    made.requires_grad_(requires_grad)
+    return made

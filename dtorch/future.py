@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, TypeVar

@@ -22,6 +22,15 @@ if TYPE_CHECKING:  # a session makes graphs
 FREE_BATCH = 16
 
 
+#: The name of the one axis of the mesh that tensors get when nobody names one.
+DEFAULT_AXIS = "default"
+
+
+def is_default_mesh(mesh: DeviceMesh) -> bool:
+    """Whether a tensor is on this mesh only because nobody named one: then it follows those of its ops."""
+    return mesh.mesh_dim_names == (DEFAULT_AXIS,)
+
+
 class Handle:
     """One value on the cluster. Symbols that stand for the same value share it; with the last one it is freed."""
 
@@ -81,8 +90,8 @@ class Graph:
 
     @property
     def default_mesh(self) -> DeviceMesh:
-        """The mesh of tensors made without one: the innermost guard's, else all devices of the cluster."""
-        return self._meshes[-1] if self._meshes else self.session.whole_mesh()
+        """The mesh of tensors made without one: the innermost guard's, else ``Session.default_mesh``."""
+        return self._meshes[-1] if self._meshes else self.session.default_mesh()
 
     @contextmanager
     def device_mesh_guard(self, mesh: DeviceMesh) -> Iterator[DeviceMesh]:

@@ -13,6 +13,7 @@ from dtorch.plan import NewOutput, OpPlan, SameTensor, SameValue
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes, dtype_name
+from dtorch_runtime.errors import SessionClosed
 from dtorch_runtime.ir.layout import Box, Layout, box_shape
 from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
 
@@ -113,6 +114,11 @@ def issue(cls: type[torch.Tensor], entry: Entry, graph: Graph, tensors: Sequence
     handles = [tensor._handle for tensor in tensors]
     foreign = {id(handle.graph): handle.graph for handle in handles if handle.graph is not graph}
     for other in foreign.values():
+        if other.session is not graph.session:
+            raise SessionClosed(
+                f"{entry} got tensors of two sessions, {graph.session!r} and {other.session!r}; a tensor lives in "
+                f"the session that made it: fetch it with .to_torch() and send it with dtorch.from_torch()"
+            )
         other.flush()
     ids: list[int] = []
     if plan.op is not None:

@@ -28,14 +28,20 @@ _places: list[tuple[CodeType, int]] = []
 _library_codes: dict[int, CodeType] = {}
 
 
+#: Threads that are inside a backward pass, the last to begin last.
+in_backward: list[int] = []
+
+
 def capture(frame: FrameType | None, thread_id: int | None = None) -> int:
     """The location of the innermost frame that is the user's, from ``frame`` outwards.
 
-    Autograd's own threads have no such frame: then that of ``thread_id`` counts, which called ``backward()``.
+    Autograd's own threads have no such frame: then that of the thread which called ``backward()`` counts;
+    ``thread_id`` when it is one of several.
     """
     found = _search(frame)
-    if found == UNKNOWN and thread_id is not None and thread_id != threading.get_ident():
-        found = _search(sys._current_frames().get(thread_id))
+    if found == UNKNOWN and in_backward:
+        caller = thread_id if thread_id in in_backward else in_backward[-1]
+        found = _search(sys._current_frames().get(caller))
     return found
 
 

@@ -30,7 +30,10 @@ class _Redistribute(torch.autograd.Function):
         source: Layout = ctx.source
         # The terms of a partial sum all have the gradient of the sum.
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in source.placements)
-        return _Redistribute.apply(gradient, Layout(source.mesh, placements)), None
+        return _apply(gradient, Layout(source.mesh, placements)), None
+
+
+_apply: Any = _Redistribute.apply  # torch declares it without types
 
 
 def redistribute(
@@ -50,7 +53,7 @@ def redistribute(
         placements = spec.layout.placements
     layout = Layout(mesh, resolve_placements(placements, mesh, len(spec.shape)))
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _Redistribute.apply(tensor, layout)
+        return _apply(tensor, layout)
     return _move(tensor, layout)
 
 

@@ -12,7 +12,7 @@ from dtorch.dispatch import dispatch, fetched
 from dtorch.future import TensorFuture
 from dtorch.graph import Graph, Handle
 from dtorch.spec import Spec
-from dtorch_runtime.errors import UnsupportedError
+from dtorch_runtime.errors import MixedTensorError, UnsupportedError
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Placement, Placements
 
@@ -28,8 +28,8 @@ class Tensor(torch.Tensor):
     _spec: Spec
     _handle: Handle
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]  # torch declares it without a signature
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch says to
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]  # torch declares an instance method
 
     @staticmethod
     def __new__(cls: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -100,11 +100,12 @@ class Tensor(torch.Tensor):
             PlacementError: placements that do not fit the mesh or the tensor.
             MeshError: devices that the cluster does not have.
         """
-        return redistribute.redistribute(self, device_mesh, placements)
+        result: Tensor = redistribute.redistribute(self, device_mesh, placements)
+        return result
 
     def redistribute_like(self, other: Tensor) -> Tensor:
         """The same value on the mesh and with the placements of ``other``. Differentiable."""
-        return redistribute.redistribute(self, other.device_mesh, other.placements)
+        return self.redistribute(other.device_mesh, other.placements)
 
     def redistribute_by_dict(
         self,
@@ -121,11 +122,12 @@ class Tensor(torch.Tensor):
             PlacementError: an axis without a placement under ``"error"``, or one that ``"keep"`` cannot find.
             MeshError: no axis has that name.
         """
-        return redistribute.redistribute_by_dict(self, placements, device_mesh, default)
+        result: Tensor = redistribute.redistribute_by_dict(self, placements, device_mesh, default)
+        return result
 
     # ---- Python's protocols ----
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub is garbled
         return printing.format_tensor(self)
 
     def __format__(self, format_spec: str) -> str:
@@ -156,11 +158,15 @@ class Tensor(torch.Tensor):
         return local.__reduce_ex__(protocol)
 
     @property
-    def data(self) -> Tensor:
+    def data(self) -> torch.Tensor:
         """The same value without its history. Assigning makes this tensor stand for another value."""
         return self.detach()
 
     @data.setter
-    def data(self, other: Tensor) -> None:
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, Tensor):
+            raise MixedTensorError(
+                f"x.data takes another dtorch tensor, got one on {other.device}; write x.data = t.to('dtorch')"
+            )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # a C descriptor
         self._spec, self._handle = other._spec, other._handle

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@lru_cache(maxsize=None)
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """The inverse.
 
@@ -39,7 +40,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The elements of a contiguous CPU tensor in row-major order, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()).cast("B")
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
 
 
 def tensor_of(piece: LocalPiece) -> torch.Tensor:

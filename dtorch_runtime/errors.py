@@ -6,7 +6,7 @@
     |-- UserError                 you wrote something that DTorch refuses; nothing was changed
     |   |-- PlacementError        no placement signature fits, or placements do not fit a shape (ValueError)
     |   |-- MeshError             a mesh that cannot be, or tensors of different meshes in one op (ValueError)
-    |   |-- MixedTensorError      a plain tensor with data met a dtorch tensor (TypeError)
+    |   |-- MixedTensorError      a plain tensor with data met a dtorch tensor (RuntimeError)
     |   |-- UnsupportedError      an op or a use that DTorch does not have (NotImplementedError)
     |   |-- SettingError          a setting or argument with a value that it cannot have (ValueError)
     |   `-- ForkError             DTorch used in a forked child of the process that started it
@@ -50,8 +50,11 @@ class MeshError(UserError, ValueError):
     """A mesh is malformed, names devices that the cluster does not have, or differs between inputs."""
 
 
-class MixedTensorError(UserError, TypeError):
-    """A plain tensor with data and a dtorch tensor met in one op (0-dim CPU tensors are allowed)."""
+class MixedTensorError(UserError, RuntimeError):
+    """A plain tensor with data and a dtorch tensor met in one op (0-dim CPU tensors are allowed).
+
+    Not a TypeError: torch's operators turn that into "unsupported operand type(s)", and the advice is lost.
+    """
 
 
 class UnsupportedError(UserError, NotImplementedError):
