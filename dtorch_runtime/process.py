@@ -298,10 +298,8 @@ def _watch_parent(stop: Callable[[str], None], stop_timeout_s: float, folder: st
         if (readable and not os.read(0, 4096)) or os.getppid() != parent:
             break
     stop("the process that started this one let go of it")
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
     threading.Event().wait(stop_timeout_s)
-    os._exit(1)
+    _exit_now(1, folder)
 
 
 def _take_stdout() -> Callable[[str], None]:
@@ -336,8 +334,9 @@ async def _run(config: ProcessConfig, report_ready: Callable[[str], None]) -> No
     await process.run()
 
 
-def main() -> int:
-    """Run as a process of a cluster. Returns the exit status: 0 when it was asked to end, 1 otherwise."""
+def main() -> tuple[int, str | None]:
+    """Run as a process of a cluster. Returns the exit status (0 when it was asked to end, else 1) and the folder
+    to remove."""
     # Ctrl-C in a terminal reaches the whole group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -345,23 +344,33 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    folder = None
     try:
-        asyncio.run(_run(_read_config(), report_ready))
+        config = _read_config()
+        folder = config.folder
+        asyncio.run(_run(config, report_ready))
     except DTorchError as error:
         _logger.error("%s: %s", type(error).__name__, error)
-        return 1
+        return 1, folder
     except Exception:
         _logger.exception("a bug of DTorch")
-        return 1
-    return 0
+        return 1, folder
+    return 0, folder
 
 
-def _exit(status: int) -> None:
+def _exit(status: int, folder: str | None) -> None:
     """End without taking the interpreter apart: with torch in it that takes half a second, for nothing."""
     atexit._run_exitfuncs()
     sys.stderr.flush()
+    _exit_now(status, folder)
+
+
+def _exit_now(status: int, folder: str | None) -> None:
+    # Last of all: a data plane that is still being made would bind a socket in it, and so make it again.
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(status)
 
 
 if __name__ == "__main__":
-    _exit(main())
+    _exit(*main())
