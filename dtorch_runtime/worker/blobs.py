@@ -27,14 +27,14 @@ Blobs: TypeAlias = dict[int, Blob]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """``torch.<name>``.
+    """``torch.<name>``. Quantized dtypes, which torch is about to remove, are not among them.
 
     Raises:
         ValueError: that is no dtype.
     """
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype named {name!r}")
+    if not isinstance(found, torch.dtype) or name.startswith(("q", "bits")):
+        raise ValueError(f"torch has no dtype named {name!r} that DTorch can use")
     return found
 
 

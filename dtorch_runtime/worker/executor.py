@@ -37,6 +37,9 @@ from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
 from dtorch_runtime.worker.thread import ThreadShare, Worker
 
+#: What is copied within some microseconds.
+_QUICK_BYTES = 64 * 1024
+
 
 class _Ticket:
     """Calls back when the last of several workers is done with a message."""
@@ -83,7 +86,8 @@ class _OpenSession:
         self.shared = Session(number)
         #: Every device that may take part in an op. It only grows, so that seqs complete in order.
         self.devices: dict[int, tuple[Worker, DeviceSession]] = {}
-        self.uploads: dict[int, ChunkedTensor] = {}
+        #: By value and devices: each device may be sent a piece of its own.
+        self.uploads: dict[tuple[int, tuple[int, ...]], ChunkedTensor] = {}
 
 
 class WorkerExecutor:
@@ -217,8 +221,8 @@ class WorkerExecutor:
             self._add_device(entry, device)
         try:
             tensor = self._collect(entry, message, memoryview(data)) if devices else None
-        except ValueError as error:
-            entry.uploads.pop(message.value_id, None)
+        except (ValueError, RuntimeError) as error:  # RuntimeError: torch has no room for it
+            entry.uploads.pop(_upload_key(message), None)
             self._refuse_upload(entry, message, devices, error)
             tensor = None
         if tensor is not None:
@@ -232,18 +236,19 @@ class WorkerExecutor:
 
     def _collect(self, entry: _OpenSession, message: Upload, data: memoryview) -> torch.Tensor | None:
         """Take a chunk in; the tensor once it is whole."""
-        buffer = entry.uploads.get(message.value_id)
+        key = _upload_key(message)
+        buffer = entry.uploads.get(key)
         if buffer is None:
             buffer = ChunkedTensor(message.dtype, message.shape, message.total_bytes)
-            entry.uploads[message.value_id] = buffer
+            entry.uploads[key] = buffer
         buffer.room(message.offset_bytes, data.nbytes)[:] = data.cast("B")
         if not buffer.is_full:
             return None
-        del entry.uploads[message.value_id]
+        del entry.uploads[key]
         return buffer.tensor
 
     def _refuse_upload(
-        self, entry: _OpenSession, message: Upload, devices: Sequence[int], error: ValueError
+        self, entry: _OpenSession, message: Upload, devices: Sequence[int], error: Exception
     ) -> None:
         for device in devices:
             worker, values = entry.devices[device]
@@ -262,7 +267,11 @@ class WorkerExecutor:
             return
         self._add_device(entry, device)
         worker, values = entry.devices[device]
-        worker.submit(partial(self._fetch, values, request_id, value_id, device))
+        if worker.is_idle and _is_quick_to_read(values.blobs.get(value_id)):
+            # The way to the worker's thread and back takes 100 us, and the worker has nothing to do.
+            self._fetch(values, request_id, value_id, device)
+        else:
+            worker.submit(partial(self._fetch, values, request_id, value_id, device))
 
     def _fetch(self, values: DeviceSession, request_id: int, value_id: int, device: int) -> None:
         session = values.session
@@ -353,6 +362,18 @@ class WorkerExecutor:
         self._report(
             ValueMissing(session=session, request_id=request_id, device=device, failure=failure)
         )
+
+
+def _is_quick_to_read(blob: object) -> bool:
+    """Whether the bytes of a blob can be had without a wait or a long copy."""
+    if not isinstance(blob, torch.Tensor):
+        return True
+    is_small = blob.numel() * blob.element_size() <= _QUICK_BYTES
+    return blob.device.type == "cpu" and (is_small or blob.is_contiguous())
+
+
+def _upload_key(message: Upload) -> tuple[int, tuple[int, ...]]:
+    return message.value_id, tuple(message.devices)
 
 
 def _run_batch(values: DeviceSession, seq: int, words: list[int], ticket: _Ticket) -> None:

@@ -65,12 +65,16 @@ def layout(mesh: DeviceMesh, *placements: object) -> Layout:
     return Layout(mesh, placements)
 
 
-def torch_pieces(value: Array, source: Layout, dtype: torch.dtype, rng: random.Random) -> dict[int, torch.Tensor]:
+def torch_pieces(
+    value: Array, source: Layout, dtype: torch.dtype, rng: random.Random
+) -> dict[int, torch.Tensor]:
     pieces = take_apart(value.astype(bool) if dtype is torch.bool else value, source, rng)
     return {device: torch.from_numpy(piece).to(dtype) for device, piece in pieces.items()}
 
 
-def check(rig: Rig, value: Array, source: Layout, target: Layout, dtype: torch.dtype, rng: random.Random) -> None:
+def check(
+    rig: Rig, value: Array, source: Layout, target: Layout, dtype: torch.dtype, rng: random.Random
+) -> None:
     """Redistribute, and compare with the value that the pieces stand for."""
     put = rig.put(torch_pieces(value, source, dtype, rng))
     out = rig.op(rig.transfer(value.shape, dtype, source, target), put)
@@ -134,7 +138,9 @@ def test_every_pair_of_layouts_gives_the_same_tensor(rig, case, rng):
     check(rig, numbers(shape, rng), source, target, torch.float32, rng)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16, torch.float64]
+)
 def test_every_dtype(rig, dtype, rng):
     value = numbers((5, 3), rng)
     check(rig, value, layout(LINE, S0), layout(LINE, R), dtype, rng)
@@ -172,7 +178,9 @@ def test_a_result_shares_no_memory_with_its_source(rig, source, target, rng):
     rig.run(fill, 0, put)
     check_value(rig.get(out, LINE.devices), value, layout(LINE, target), torch.float32)
     put_again = rig.put(before)
-    again = rig.op(rig.transfer(value.shape, torch.float32, layout(LINE, source), layout(LINE, target)), put_again)
+    again = rig.op(
+        rig.transfer(value.shape, torch.float32, layout(LINE, source), layout(LINE, target)), put_again
+    )
     rig.run(fill, 0, again)
     for device, piece in rig.get(put_again, LINE.devices).items():
         assert torch.equal(piece, before[device])
@@ -199,7 +207,13 @@ def test_replicas_are_equal_to_the_last_bit(rig):
 def test_many_transfers_one_behind_the_other(rig, rng):
     """A ring of shapes and layouts through which a value goes many times, all issued before the first is awaited."""
     value = numbers((6, 5), rng)
-    stations = [layout(GRID, S0, S1), layout(APART, S1), layout(LINE, R), layout(GRID, P, S0), layout(GRID, S0, S1)]
+    stations = [
+        layout(GRID, S0, S1),
+        layout(APART, S1),
+        layout(LINE, R),
+        layout(GRID, P, S0),
+        layout(GRID, S0, S1),
+    ]
     templates = [
         rig.transfer(value.shape, torch.int64, source, target)
         for source, target in itertools.pairwise(stations)
@@ -212,7 +226,9 @@ def test_many_transfers_one_behind_the_other(rig, rng):
 
 
 @pytest.mark.parametrize(
-    "way", [Way((ALL,)), Way(TWO_NODES), Way(TWO_NODES, shares_memory=True)], ids=["threads", "sockets", "segments"]
+    "way",
+    [Way((ALL,)), Way(TWO_NODES), Way(TWO_NODES, shares_memory=True)],
+    ids=["threads", "sockets", "segments"],
 )
 def test_pieces_of_megabytes(way, rng):
     """Nothing is made small here: chunks, parallel building and segments are used as in earnest."""

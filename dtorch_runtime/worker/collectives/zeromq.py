@@ -270,11 +270,22 @@ class ZmqNetwork:
                 return
             try:
                 self._receive(sender)
-            except (MalformedMessage, TransportError, ValueError) as error:
-                self.num_malformed += 1
-                _log.warning("node %s dropped a message on its data plane: %s", self._node, error)
+            except Exception as error:  # noqa: BLE001  no message may end the thread that receives the others
+                self._count_malformed(error)
             while self._socket.getsockopt(zmq.RCVMORE):
                 self._socket.recv(copy=False)
+
+    def _count_malformed(self, error: Exception) -> None:
+        self.num_malformed += 1
+        # Each time that the number doubles: a stranger must not fill the log.
+        if self.num_malformed & (self.num_malformed - 1) == 0:
+            _log.warning(
+                "node %s dropped %d messages on its data plane, the last one because: %s: %s",
+                self._node,
+                self.num_malformed,
+                type(error).__name__,
+                error,
+            )
 
     def _receive(self, sender: bytes) -> None:
         if not self._socket.getsockopt(zmq.RCVMORE):

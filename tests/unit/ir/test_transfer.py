@@ -6,8 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dtorch_runtime.ir import transfer
 from dtorch_runtime.ir.layout import Layout, local_shape

@@ -1,0 +1,303 @@
+"""The sockets between agents: what they carry, what they refuse, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from dtorch_runtime.errors import SecurityError, TransportError
+from dtorch_runtime.testing.wait import wait_until
+from dtorch_runtime.transport.endpoint import make_ipc_folder
+from dtorch_runtime.transport.security import load_keys, write_keys
+from dtorch_runtime.transport.segments import SegmentPool, SegmentReader, unlink_segments_of
+from dtorch_runtime.transport.sockets import close_socket, new_socket
+from dtorch_runtime.wire.data import (
+    ParcelChunk,
+    ParcelInSegment,
+    Place,
+    SegmentRead,
+    encode_data,
+)
+from dtorch_runtime.wire.records import FailureRecord, NodeRecord
+from dtorch_runtime.worker.blobs import Blob, Poison
+from dtorch_runtime.worker.collectives.base import ParcelKey
+from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
+
+KEY = ParcelKey(1, 2, 0, 3, 0)
+PLACE = Place(*KEY)
+FAILURE = FailureRecord("op", "1", "aten::add", 0, 3, "a", "RuntimeError", "no", "")
+
+
+class End:
+    """One agent's network, and the parcels that have come to it."""
+
+    def __init__(self, name: str, endpoint: str, **options: object) -> None:
+        self.came: dict[ParcelKey, Blob] = {}
+        self.name = name
+        defaults: dict[str, object] = {
+            "chunk_bytes": 1000,
+            "timeout_s": 5.0,
+            "pool": None,
+            "session_key": b"key",
+        }
+        self.network = ZmqNetwork(name, "here", endpoint, self.came.__setitem__, **(defaults | options))  # type: ignore[arg-type]
+
+    def record(self) -> NodeRecord:
+        return NodeRecord(self.name, "here", os.getpid(), "cpu", [3], self.network.endpoint)
+
+    def get(self, key: ParcelKey = KEY) -> Blob:
+        wait_until(lambda: key in self.came, f"parcel {key}")
+        return self.came.pop(key)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = make_ipc_folder()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def end(folder: Path) -> Iterator[Callable[..., End]]:
+    """``end(name, **options)`` makes one that is closed after the test."""
+    with ExitStack() as stack:
+
+        def make(name: str, endpoint: str | None = None, **options: object) -> End:
+            made = End(name, endpoint or f"ipc://{folder}/{name}", **options)
+            stack.callback(made.network.close, 5.0)
+            return made
+
+        yield make
+
+
+def pool() -> SegmentPool:
+    return SegmentPool(1 << 24)
+
+
+TENSORS = {
+    "small": torch.arange(10),
+    "several chunks": torch.arange(3000, dtype=torch.float64).reshape(3, 1000),
+    "large": torch.randn(300, 300),
+    "strided": torch.randn(300, 400).t()[::2],
+    "0-dim": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "bool": torch.rand(70_000) > 0.5,
+    "bfloat16": torch.randn(50_000).to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
+@pytest.mark.parametrize("make_pool", [lambda: None, pool], ids=["sockets", "segments"])
+def test_a_tensor_arrives_as_it_was_when_it_was_sent(end, tensor, make_pool):
+    a, b = end("a", pool=make_pool()), end("b", pool=make_pool())
+    a.network.connect(b.record())
+    b.network.connect(a.record())
+    source = tensor.clone()
+    a.network.send("b", KEY, source)
+    source.zero_()
+    got = b.get()
+    assert got.dtype == tensor.dtype
+    assert torch.equal(got, tensor)
+
+
+def test_parcels_arrive_apart(end):
+    a, b = end("a"), end("b")
+    a.network.connect(b.record())
+    keys = [KEY._replace(value_id=number) for number in range(50)]
+    for number, key in enumerate(keys):
+        a.network.send("b", key, torch.full((number * 10,), number))
+    for number, key in enumerate(keys):
+        assert torch.equal(b.get(key), torch.full((number * 10,), number))
+
+
+def test_poison_arrives_as_poison(end):
+    a, b = end("a"), end("b")
+    a.network.connect(b.record())
+    a.network.send("b", KEY, Poison(FAILURE))
+    got = b.get()
+    assert isinstance(got, Poison)
+    assert got.failure == FAILURE
+
+
+def test_a_segment_is_used_again_when_it_has_been_read(end):
+    a, b = end("a", pool=SegmentPool(1 << 17)), end("b", pool=pool())
+    a.network.connect(b.record())
+    b.network.connect(a.record())
+    for number in range(5):
+        a.network.send("b", KEY, torch.full((20_000,), number, dtype=torch.float32))
+        assert b.get()[0] == number
+        wait_until(lambda: not a.network._pool._lent, "the segment to come back")
+    assert a.network._pool._num_made == 1
+
+
+def test_a_full_pool_falls_back_to_sockets(end):
+    a, b = end("a", pool=SegmentPool(1 << 16)), end("b", pool=pool())
+    a.network.connect(b.record())
+    b.network.connect(a.record())
+    big = torch.randn(50_000)
+    a.network.send("b", KEY, big)
+    assert torch.equal(b.get(), big)
+    assert a.network._pool._num_made == 0
+
+
+def test_what_is_sent_to_nobody_is_dropped(end):
+    a = end("a")
+    a.network.send("nobody", KEY, torch.ones(3))
+
+
+def test_a_lost_agent_gives_its_segments_back(end):
+    a, b = end("a", pool=pool()), end("b", pool=pool())
+    a.network.connect(b.record())
+    a.network.send("b", KEY, torch.ones(100_000))
+    b.get()  # kept mapped by nobody, but b cannot answer: it does not know a
+    a.network.disconnect("b")
+    wait_until(lambda: not a.network._pool._lent, "the segments to be reclaimed")
+
+
+def stranger(endpoint: str) -> zmq.Socket[bytes]:
+    socket = new_socket(zmq.DEALER)
+    socket.connect(endpoint)
+    return socket
+
+
+CHUNK = ParcelChunk(
+    key=b"key", place=PLACE, dtype="uint8", shape=[4], offset_bytes=0, num_bytes=4, total_bytes=4
+)
+IN_SEGMENT = ParcelInSegment(
+    key=b"key", place=PLACE, dtype="uint8", shape=[4], total_bytes=4, segment="dtorch-1-00000000-1", node="a"
+)
+
+
+def changed(message: msgspec.Struct, **changes: object) -> bytes:
+    return encode_data(msgspec.structs.replace(message, **changes))
+
+
+MALFORMED = {
+    "empty": [b""],
+    "noise": [b"\x93\xff\x00"],
+    "not our tag": [msgspec.msgpack.encode(["hello", 1])],
+    "wrong types": [msgspec.msgpack.encode(["chunk", 1, 2, 3, 4, 5, 6, 7])],
+    "nested too deep": [b"\x91" * 100_000],
+    "another cluster's key": [changed(CHUNK, key=b"other"), b"data"],
+    "no payload": [changed(CHUNK)],
+    "payload too long": [changed(CHUNK), b"data and more"],
+    "payload too short": [changed(CHUNK), b"da"],
+    "not from the start": [changed(CHUNK, offset_bytes=2, num_bytes=2), b"ta"],
+    "longer than the whole": [changed(CHUNK, num_bytes=9), b"data,data"],
+    "negative": [changed(CHUNK, offset_bytes=-4), b"data"],
+    "negative length": [changed(CHUNK, num_bytes=-1), b""],
+    "a size that does not fit": [changed(CHUNK, total_bytes=5), b"data"],
+    "negative shape": [changed(CHUNK, shape=[-2, -2]), b"data"],
+    "a quantized dtype": [changed(CHUNK, dtype="quint8"), b"data"],
+    "no such dtype": [changed(CHUNK, dtype="load"), b"data"],
+    "a path as segment": [changed(IN_SEGMENT, segment="../../etc/passwd")],
+    "no such segment": [changed(IN_SEGMENT)],
+    "a segment never lent": [encode_data(SegmentRead(key=b"key", segment="dtorch-1-00000000-1"))],
+}
+
+
+@pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_message_is_dropped_and_counted(end, frames):
+    b = end("b")
+    socket = stranger(b.network.endpoint)
+    socket.send_multipart(frames)
+    socket.send_multipart([encode_data(CHUNK), b"data"])
+    assert bytes(b.get().tolist()) == b"data"
+    assert b.network.num_malformed == 1
+    close_socket(socket)
+
+
+def test_ten_thousand_malformed_frames_do_no_harm(end, rng):
+    a, b = end("a"), end("b")
+    a.network.connect(b.record())
+    socket = stranger(b.network.endpoint)
+    valid = encode_data(CHUNK)
+    for _ in range(10_000):
+        socket.send_multipart([_noise(rng, valid) for _ in range(rng.randrange(1, 4))])
+    sent = torch.randn(400)
+    a.network.send("b", KEY._replace(value_id=77), sent)
+    assert torch.equal(b.get(KEY._replace(value_id=77)), sent)
+    socket.send_multipart([encode_data(CHUNK), b"last"])
+    wait_until(
+        lambda: b.came.get(KEY) is not None and b.came[KEY].tolist() == list(b"last"), "the last message"
+    )
+    assert b.network.num_malformed > 9_000
+    close_socket(socket)
+
+
+def _noise(rng: random.Random, valid: bytes) -> bytes:
+    if rng.random() < 0.5:
+        return rng.randbytes(rng.randrange(0, 40))
+    spoilt = bytearray(valid)
+    spoilt[rng.randrange(len(spoilt))] ^= 1 << rng.randrange(8)
+    return bytes(spoilt)
+
+
+def test_strangers_cannot_reach_it_without_keys():
+    with pytest.raises(SecurityError, match="without keys"):
+        End("a", "tcp://0.0.0.0:7999")
+
+
+def test_agents_with_the_cluster_s_keys_reach_one_another_and_others_do_not(end, tmp_path):
+    write_keys(tmp_path / "ours", ["agent"])
+    write_keys(tmp_path / "theirs", ["agent"])
+    ours, theirs = (load_keys(tmp_path / name, "agent") for name in ("ours", "theirs"))
+    a = end("a", "tcp://127.0.0.1:*", keys=ours)
+    b = end("b", "tcp://127.0.0.1:*", keys=ours)
+    c = end("c", "tcp://127.0.0.1:*", keys=theirs)
+    c.network.connect(b.record())
+    c.network.send("b", KEY._replace(value_id=66), torch.ones(1))
+    a.network.connect(b.record())
+    a.network.send("b", KEY, torch.ones(3))
+    assert torch.equal(b.get(), torch.ones(3))
+    assert not b.came
+
+
+# ------------------------------------------------------------------------------------------- segments
+
+
+def test_a_segment_is_the_same_memory_on_both_sides():
+    lender = pool()
+    segment = lender.lend(100, "b")
+    segment.memory[:5] = b"hello"
+    reader = SegmentReader()
+    assert reader.map(segment.name).memory[:5] == b"hello"
+    lender.close()
+    assert not Path("/dev/shm", segment.name).exists()
+
+
+def test_a_closed_pool_lends_nothing():
+    lender = pool()
+    lender.close()
+    assert lender.lend(10, "b") is None
+
+
+@pytest.mark.parametrize("name", ["passwd", "../x", "dtorch-1", "dtorch-1-zz-1", "dtorch-1-00000000-1"])
+def test_what_is_no_segment_is_not_mapped(name):
+    with pytest.raises(TransportError):
+        SegmentReader().map(name)
+
+
+def test_segments_of_a_killed_process_are_removed():
+    script = (
+        "from dtorch_runtime.transport.segments import SegmentPool\n"
+        "import os\nprint(SegmentPool(1 << 20).lend(10, 'b').name, flush=True)\nos.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+    )
+    name = done.stdout.strip()
+    assert Path("/dev/shm", name).exists()
+    assert unlink_segments_of(int(name.split("-")[1])) == [name]
+    assert not Path("/dev/shm", name).exists()

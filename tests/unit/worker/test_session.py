@@ -1,0 +1,168 @@
+"""A batch on one device: what runs, what fails, and what a failure does to other values. No thread, no socket."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.stream import FREE
+from dtorch_runtime.wire.records import Arg, FailureRecord, Slot, TemplateRecord
+from dtorch_runtime.worker.blobs import Poison
+from dtorch_runtime.worker.collectives.threads import ThreadExchange
+from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
+from dtorch_runtime.worker.session import DeviceSession, Session
+
+CPU = torch.device("cpu")
+NEG, ADD, ADD_IN_PLACE, BAD, BAD_IN_PLACE, VIEW, UNKNOWN, ELSEWHERE, NO_MESH, SPLIT = range(1, 11)
+
+
+def template(
+    number: int, op: str, *args: Arg, outputs: int = 1, mesh: int = 1, mutates: tuple[int, ...] = ()
+) -> TemplateRecord:
+    inputs = sum(isinstance(arg, Slot) for arg in args)
+    return TemplateRecord(number, op, list(args), {}, inputs, outputs, 0, [mesh], list(mutates))
+
+
+TEMPLATES = [
+    template(NEG, "aten::neg", Slot(0)),
+    template(ADD, "aten::add.Tensor", Slot(0), Slot(1)),
+    template(ADD_IN_PLACE, "aten::add_.Tensor", Slot(0), Slot(1), outputs=0, mutates=(0,)),
+    template(BAD, "aten::unsqueeze", Slot(0), 99),
+    template(BAD_IN_PLACE, "aten::unsqueeze_", Slot(0), 99, outputs=0, mutates=(0,)),
+    template(VIEW, "aten::select.int", Slot(0), 0, 0),
+    template(UNKNOWN, "aten::no_such_op", Slot(0)),
+    template(ELSEWHERE, "aten::neg", Slot(0), mesh=2),
+    template(NO_MESH, "aten::neg", Slot(0), mesh=3),
+    template(SPLIT, "aten::split.Tensor", Slot(0), 1, outputs=2),
+]
+
+
+class Bench:
+    """A session on device 0, with values 10 and 11."""
+
+    def __init__(self) -> None:
+        self.reported: list[FailureRecord] = []
+        session = Session(1)
+        session.meshes = {1: DeviceMesh("cpu", [0]), 2: DeviceMesh("cpu", [1])}
+        session.templates = {record.template_id: record for record in TEMPLATES}
+        redistributor = Redistributor(TransferPlanner("n0", {0: CPU}, {0: "n0"}), ThreadExchange(1.0), None)
+        self.values = DeviceSession(
+            session, 0, CPU, "n0", redistributor, lambda _, failure: self.reported.append(failure)
+        )
+        self.blobs = self.values.blobs
+        self.blobs[10] = torch.tensor([1.0, 2.0])
+        self.blobs[11] = torch.tensor([3.0, 4.0])
+
+    def run(self, *words: int) -> None:
+        self.values.run(5, list(words))
+
+    def failure(self, value_id: int) -> FailureRecord:
+        blob = self.blobs[value_id]
+        assert isinstance(blob, Poison)
+        return blob.failure
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_batch_runs_in_order(bench):
+    bench.run(NEG, 0, 10, 20, ADD, 0, 20, 11, 21, FREE, 1, 20, ADD_IN_PLACE, 0, 21, 21)
+    assert set(bench.blobs) == {10, 11, 21}
+    assert torch.equal(bench.blobs[21], torch.tensor([4.0, 4.0]))
+    assert not bench.reported
+
+
+def test_ops_of_other_devices_are_skipped(bench):
+    bench.run(ELSEWHERE, 0, 99, 20, NEG, 0, 10, 21)
+    assert set(bench.blobs) == {10, 11, 21}
+    assert not bench.reported
+
+
+def test_a_failure_says_what_where_and_why(bench):
+    bench.run(BAD, 42, 10, 20)
+    (failure,) = bench.reported
+    assert failure == bench.failure(20)
+    assert (failure.kind, failure.op, failure.location_id) == ("op", "aten::unsqueeze", 42)
+    assert (failure.device, failure.node, failure.error_type) == (0, "n0", "IndexError")
+    assert "Dimension out of range" in failure.message
+    assert "Traceback" in failure.traceback
+
+
+def test_a_failure_has_the_same_id_on_every_device(bench):
+    other = Bench()
+    for each in (bench, other):
+        each.run(BAD, 42, 10, 20)
+    assert bench.reported[0].failure_id == other.reported[0].failure_id
+    bench.run(BAD, 42, 10, 21)
+    assert bench.reported[1].failure_id != bench.reported[0].failure_id
+
+
+def test_the_rest_of_the_batch_goes_on(bench):
+    bench.run(BAD, 0, 10, 20, NEG, 0, 10, 21, BAD, 0, 11, 22, NEG, 0, 11, 23)
+    assert torch.equal(bench.blobs[21], torch.tensor([-1.0, -2.0]))
+    assert torch.equal(bench.blobs[23], torch.tensor([-3.0, -4.0]))
+    assert len(bench.reported) == 2
+
+
+def test_what_depends_on_a_failure_is_the_same_failure_and_is_not_reported(bench):
+    bench.run(BAD, 0, 10, 20, NEG, 0, 20, 21, ADD, 0, 11, 21, 22, SPLIT, 0, 22, 23, 24)
+    assert len(bench.reported) == 1
+    assert {id(bench.blobs[value_id]) for value_id in (20, 21, 22, 23, 24)} == {id(bench.blobs[20])}
+
+
+def test_a_write_that_fails_poisons_what_it_wrote_to_and_its_views(bench):
+    bench.run(VIEW, 0, 10, 20, BAD_IN_PLACE, 0, 10)
+    assert bench.failure(10) == bench.failure(20) == bench.reported[0]
+    assert isinstance(bench.blobs[11], torch.Tensor)
+
+
+def test_a_write_of_poison_poisons_what_it_wrote_to_and_its_base(bench):
+    bench.run(BAD, 0, 11, 20, VIEW, 0, 10, 21, ADD_IN_PLACE, 0, 21, 20)
+    assert bench.failure(21) == bench.failure(10) == bench.reported[0]
+    assert len(bench.reported) == 1
+
+
+def test_a_value_that_is_not_there_is_our_failure(bench):
+    bench.run(NEG, 0, 77, 20)
+    (failure,) = bench.reported
+    assert failure.kind == "internal"
+    assert "values [77], which device 0 does not hold" in failure.message
+    assert bench.failure(20) == failure
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(UNKNOWN, "no operator aten::no_such_op"), (NO_MESH, "meshes [3]")]
+)
+def test_a_template_that_cannot_be_used_fails_each_time(bench, number, message):
+    bench.run(number, 0, 10, 20, NEG, 0, 10, 21)
+    bench.run(number, 0, 10, 22)
+    assert [failure.kind for failure in bench.reported] == ["internal", "internal"]
+    assert message in bench.failure(20).message
+    assert bench.reported[0].traceback.count("_make_runner") == bench.reported[1].traceback.count("_make_runner")
+    assert isinstance(bench.blobs[21], torch.Tensor)
+
+
+@pytest.mark.parametrize("words", [(77, 0, 10, 20), (NEG, 0, 10)], ids=["no such template", "cut off"])
+def test_a_stream_that_cannot_be_read_on_is_reported(bench, words):
+    bench.run(NEG, 0, 10, 20, *words)
+    (failure,) = bench.reported
+    assert failure.op == "op stream"
+    assert isinstance(bench.blobs[20], torch.Tensor)
+
+
+def test_an_ended_session_stops_at_the_next_op(bench):
+    ended = []
+
+    def end_then_fail(words: list[int], i: int) -> int:
+        bench.values.end()
+        ended.append(i)
+        return i + 4
+
+    bench.values._runners[NEG] = end_then_fail
+    bench.run(NEG, 0, 10, 20, ADD, 0, 10, 11, 21)
+    assert ended == [0]
+    assert set(bench.blobs) == {10, 11}
+    assert not bench.reported
