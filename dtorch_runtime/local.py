@@ -58,18 +58,24 @@ class _Child:
 
     def __init__(self, name: str, config: dict[str, Any], folder: Path) -> None:
         self.name = name
-        self._log = folder / f"{name}.log"
+        self._log_path = folder / f"{name}.log"
+        # Kept open: the process may remove the folder before its last words are read.
+        self._log = self._log_path.open("w+b")
+        self._last_words = ""
         self._output = b""
         self.is_ready = False
-        with self._log.open("wb") as log:
+        try:
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "dtorch_runtime.process"],  # -P: not from the user's folder
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=self._log,
                 bufsize=0,
                 start_new_session=True,  # Ctrl-C in the terminal is for the parent
             )
+        except BaseException:
+            self._log.close()
+            raise
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         self._lifeline = self.popen.stdin
@@ -92,7 +98,7 @@ class _Child:
         while not self.is_ready:
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0 or not select.select([self._stdout], [], [], remaining_s)[0]:
-                raise ClusterTimeout(f"{self.name} to start", timeout_s, f"Its log is {self._log}")
+                raise ClusterTimeout(f"{self.name} to start", timeout_s, f"Its log is {self._log_path}")
             data = os.read(self._stdout.fileno(), 4096)
             if not data:
                 self.popen.wait(_KILL_DEADLINE_S)
@@ -111,14 +117,16 @@ class _Child:
             self.popen.kill()
             self.popen.wait(_KILL_DEADLINE_S)
         self._stdout.close()
+        self._last_words = self._tail()
+        self._log.close()
 
     def _tail(self) -> str:
-        try:
-            with self._log.open("rb") as log:
-                log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
-                return log.read().decode(errors="replace").strip()
-        except FileNotFoundError:
-            return ""
+        if self._log.closed:
+            return self._last_words
+        # Not by seeking: the process writes at the position that both share.
+        size = os.fstat(self._log.fileno()).st_size
+        start = max(0, size - _TAIL_BYTES)
+        return os.pread(self._log.fileno(), size - start, start).decode(errors="replace").strip()
 
 
 class LocalCluster:
