@@ -11,10 +11,9 @@ import msgspec
 
 from dtorch_runtime.controller.membership import Node
 from dtorch_runtime.controller.planning import plan_batch, route_of_template
-from dtorch_runtime.ir.graph import GraphError, LogicalGraph, RouteTable
+from dtorch_runtime.ir.graph import GraphError, LogicalGraph, RouteTable, unpack_checked
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import mesh_from_record
-from dtorch_runtime.ir.stream import unpack
 from dtorch_runtime.ir.verify import verify_ops
 from dtorch_runtime.wire.messages import Fetch, Ops, Upload, ValueData
 from dtorch_runtime.wire.records import FailureRecord, MeshRecord, TemplateRecord
@@ -132,7 +131,7 @@ class Session:
         """
         self._take_seq(message.seq)
         if self._check:
-            self._verify(frame)
+            verify_ops(unpack_checked(frame), self.graph.templates, self.graph.values)
         segments = self.graph.add_ops(message.seq, message.graph_id, frame)
         plan = plan_batch(segments, frame, self.nodes)
         self._track(message.seq, plan[0][0] if len(plan) == 1 else sum((nodes for nodes, _ in plan), ()))
@@ -166,13 +165,6 @@ class Session:
         if seq <= self.last_seq:
             raise GraphError(f"message {seq} came after message {self.last_seq}")
         self.last_seq = seq
-
-    def _verify(self, frame: Any) -> None:
-        try:
-            words = unpack(frame)
-        except (ValueError, TypeError) as error:
-            raise GraphError(str(error)) from None
-        verify_ops(words, self.graph.templates, self.graph.values)
 
     def _track(self, seq: int, nodes: tuple[int, ...]) -> None:
         for node in nodes:

@@ -116,6 +116,18 @@ _Shape: TypeAlias = tuple[int, int, int, Route]
 _WIDTH_OF_FREE_ONE = 3
 
 
+def unpack_checked(frame: Any) -> list[int]:
+    """The words of a payload frame that came from outside.
+
+    Raises:
+        GraphError: it is not a whole number of words.
+    """
+    try:
+        return unpack(frame)
+    except (ValueError, TypeError) as error:
+        raise GraphError(str(error)) from None
+
+
 class LogicalGraph:
     """See the module. Bounded: ops by the session's credits, values by what the client has not freed."""
 
@@ -165,10 +177,7 @@ class LogicalGraph:
             GraphError: the frame is not whole records of known templates, or an output id is negative. The graph
                 is then of no more use.
         """
-        try:
-            words = unpack(frame)
-        except (ValueError, TypeError) as error:
-            raise GraphError(str(error)) from None
+        words = unpack_checked(frame)
         values, shapes = self.values, self._shapes
         segments: list[Segment] = []
         route: Route | None = None
