@@ -144,13 +144,25 @@ print(json.dumps([[node.name, node.devices] for node in status.nodes]), flush=Tr
 """
 
 
+#: Moves data between the nodes of the cluster that it finds, and computes with it.
+COMPUTE = """
+import dtorch
+mesh = dtorch.DeviceMesh("cpu", [0, 1, 2, 3])
+x = dtorch.ones((8, 3), device_mesh=mesh, placements=[dtorch.Shard(0)])
+y = x.redistribute(placements=[dtorch.Replicate()])
+print("sum", (y + y).sum().item(), flush=True)
+"""
+
+
 def test_a_script_runs_on_its_cluster_and_its_status_comes_back(
     start: Start, script: Callable[[str], str]
 ) -> None:
-    program = script(ASK + "print(sys.argv[1:], file=sys.stderr)\nsys.exit(7)")
+    program = script(ASK + COMPUTE + "print(sys.argv[1:], file=sys.stderr)\nsys.exit(7)")
     launch = start("--nodes", "2", "--devices-per-node", "2", program, "--nodes", "x y")
     assert launch.wait() == 7, launch.text
-    assert [json.loads(line) for line in launch.out] == [[["node0", [0, 1]], ["node1", [2, 3]]]]
+    nodes, total = launch.out
+    assert json.loads(nodes) == [["node0", [0, 1]], ["node1", [2, 3]]]
+    assert total == "sum 48.0"
     assert "['--nodes', 'x y']" in launch.err, "what the script writes is not touched"
     prefixes = {match[1] for line in launch.err if (match := re.match(r"\[(\w+)\] +\d{4}-", line))}
     assert prefixes == {"controller", "node0", "node1"}
@@ -209,7 +221,9 @@ def keys(start: Start, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_cluster_of_separate_processes_with_keys(start: Start, keys: Path) -> None:
+def test_a_cluster_of_separate_processes_with_keys(
+    start: Start, keys: Path, script: Callable[[str], str]
+) -> None:
     controller = start("controller", "--bind", "tcp://127.0.0.1:*", "--keys", str(keys))
     address = controller.wait_line(r"the controller listens at (tcp://\S+);")[1]
     agents = []
@@ -238,7 +252,17 @@ def test_a_cluster_of_separate_processes_with_keys(start: Start, keys: Path) -> 
         ["right", "2-4"],
     ]
 
-    as_json = start("status", "--json", environment={"DTORCH_ADDRESS": address, "DTORCH_KEYS": str(keys)})
+    environment = {"DTORCH_ADDRESS": address, "DTORCH_KEYS": str(keys)}
+    program = subprocess.run(
+        [sys.executable, script(COMPUTE)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (program.returncode, program.stdout) == (0, "sum 48.0\n"), program.stderr
+
+    as_json = start("status", "--json", environment=environment)
     assert as_json.wait() == 0, as_json.text
     assert [node["devices"] for node in json.loads(as_json.out[0])["nodes"]] == [[0, 1], [2, 3, 4]]
 
