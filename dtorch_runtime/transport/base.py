@@ -81,7 +81,11 @@ class ServerLink(Protocol):
         ...
 
     def close(self, flush_s: float = 0.0) -> None:
-        """Close; what is queued is still sent for at most ``flush_s`` in the background. May be called twice."""
+        """Close; what is queued is still sent for at most ``flush_s``, in the background. May be called twice.
+
+        Sent is not read: a peer that is more than its ``max_unread_messages`` behind loses the rest with the
+        connection. Where the last message matters, wait for an answer to it before closing.
+        """
         ...
 
 
