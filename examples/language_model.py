@@ -60,8 +60,8 @@ def main() -> None:
     expected = model.generate(**inputs, **limits)
 
     mesh = dtorch.init_device_mesh("cpu", (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
-    with tqdm(unit="B", unit_scale=True, desc="Sharding the weights") as bar:
-        model = dtorch.parallelize(model, mesh, on_progress=lambda *at: (bar.reset(at[2]), bar.update(at[1])))
+    with tqdm(total=model.num_parameters(), unit_scale=True, desc="Sharding the weights") as bar:
+        model = dtorch.parallelize(model, mesh, on_progress=lambda _, size: bar.update(size))
     print(dtorch.parallel.describe(model), f"\n\n{args.prompt}\n")
     start = time.perf_counter()
     streamer = FirstRow(tokenizer, skip_prompt=True, skip_special_tokens=True)

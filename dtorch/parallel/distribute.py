@@ -42,7 +42,7 @@ def parallelize(
             names (``"layers.*.mlp.up_proj"``) to a style of ``dtorch.parallel.tp_plan`` or to the placements of
             the weight, one for each mesh axis. Modules that it does not name are replicated.
         checkpoint: a safetensors file, or a folder with one or with an index of several. Read a few rows at a time.
-        on_progress: called after each tensor with its name, the bytes placed so far and the bytes of all.
+        on_progress: called after each tensor with its name and its number of elements.
 
     Returns:
         ``model`` itself.

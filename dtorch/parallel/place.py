@@ -18,8 +18,8 @@ from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placements, Replicate
 
-#: Called after each tensor with its name, the bytes placed so far and the bytes of all of them.
-Progress: TypeAlias = Callable[[str, int, int], None]
+#: Called after each tensor with its name and its number of elements.
+Progress: TypeAlias = Callable[[str, int], object]
 
 
 @dataclass(slots=True)
@@ -32,7 +32,6 @@ class Home:
     is_parameter: bool
     #: Whether checkpoints have it.
     is_persistent: bool
-    num_bytes: int
     stored: StoredTensor | None = field(default=None)
 
     def tensor(self) -> torch.Tensor:
@@ -73,7 +72,6 @@ def collect_homes(model: nn.Module, mesh: DeviceMesh, plans: Mapping[str, Module
                         else (Replicate(),) * mesh.ndim,
                         is_parameter=is_parameter,
                         is_persistent=is_parameter or key not in module._non_persistent_buffers_set,
-                        num_bytes=tensor.nbytes,
                     )
                 home.places.append((module, key))
                 home.names.append(f"{prefix}.{key}" if prefix else key)
@@ -124,13 +122,11 @@ def check_sources(homes: Sequence[Home]) -> None:
 
 def place(homes: Sequence[Home], mesh: DeviceMesh, on_progress: Progress | None = None) -> None:
     """Put every tensor on ``mesh``, each device receiving its part only."""
-    total_bytes = sum(home.num_bytes for home in homes)
-    done_bytes = 0
     for home in homes:
-        home.fill(_placed(home, mesh))
-        done_bytes += home.num_bytes
+        value = _placed(home, mesh)
+        home.fill(value)
         if on_progress is not None:
-            on_progress(home.names[0], done_bytes, total_bytes)
+            on_progress(home.names[0], value.numel())
 
 
 def _placed(home: Home, mesh: DeviceMesh) -> Tensor:
