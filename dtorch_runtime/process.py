@@ -38,6 +38,7 @@ from dtorch_runtime.transport.direct import direct_links
 from dtorch_runtime.transport.endpoint import parse_endpoint
 from dtorch_runtime.transport.security import CurveKeys, load_keys
 from dtorch_runtime.transport.zeromq import ZmqClientLink, ZmqServerLink
+from dtorch_runtime.worker.memory import keep_freed_memory
 
 _logger = logging.getLogger("dtorch_runtime.process")
 
@@ -348,6 +349,8 @@ def main() -> tuple[int, str | None]:
     try:
         config = _read_config()
         folder = config.folder
+        if Settings(**config.settings).keep_memory:
+            keep_freed_memory()
         asyncio.run(_run(config, report_ready))
     except DTorchError as error:
         _logger.error("%s: %s", type(error).__name__, error)
