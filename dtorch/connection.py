@@ -7,12 +7,16 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
+import msgspec
 import torch
 
+from dtorch.failures import check_devices, error_of
 from dtorch.future import ClusterFuture, SyncFuture, TensorFuture
 from dtorch.graph import DEFAULT_AXIS, Graph, Handle
 from dtorch.location import describe
@@ -34,15 +38,12 @@ from dtorch_runtime.errors import (
     ControllerLost,
     DTorchError,
     InternalError,
-    MeshError,
-    NodeLost,
-    RemoteFailure,
-    RemoteOpError,
     SessionClosed,
     TransportError,
 )
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import mesh_to_record
+from dtorch_runtime.ir.stream import FREE, pack
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.base import ThreadLink
 from dtorch_runtime.wire.codec import MalformedMessage, decode_to_client, encode
@@ -57,8 +58,9 @@ from dtorch_runtime.wire.messages import (
 )
 from dtorch_runtime.wire.records import FailureRecord, NodeRecord, TemplateRecord
 
-#: How long the I/O thread sleeps when there is nothing to watch, in seconds.
-_IDLE_WAIT_S = 3600.0
+#: How long the I/O thread sleeps when there are no ops to watch: dropping a value wakes nobody, so this is how long the
+#: cluster keeps a value that an idle program has dropped, in seconds.
+_IDLE_WAIT_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
@@ -91,7 +93,9 @@ class Session:
         self._waiting: dict[int, ClusterFuture[Any]] = {}
         self._templates: dict[bytes, int] = {}
         self._defined_meshes: set[int] = set()
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: WeakValueDictionary[int, Graph] = WeakValueDictionary()
+        #: What graphs had not sent when they died: graph id, words, number of ops, dropped values.
+        self.orphans: list[tuple[int, list[int], int, list[int]]] = []
         self._default_mesh: DeviceMesh | None = None
         #: Why the session is over: makes the error that every later use raises.
         self._end: Callable[[], DTorchError] | None = None
@@ -173,24 +177,11 @@ class Session:
         if number not in self._defined_meshes:
             with self._changed:
                 self.check_open()
-                self._check_devices(mesh)
+                check_devices(mesh, self._state.nodes, self._state.lost, self.address)
                 if number not in self._defined_meshes:
                     self._send(DefineMesh(mesh=mesh_to_record(mesh, number)))
                     self._defined_meshes.add(number)
         return number
-
-    def _check_devices(self, mesh: DeviceMesh) -> None:
-        types = {d: node.device_type for node in self._state.nodes.values() for d in node.devices}
-        for device in mesh.devices:
-            if device in self._state.lost:
-                raise self._error_of(self._state.lost[device])
-            if device not in types:
-                raise MeshError(
-                    f"{mesh!r} names device {device}; the cluster at {self.address} has the devices "
-                    f"{sorted(types)}. Use those, or start more: dtorch.init(devices_per_node=...) or dtorch-launch"
-                )
-            if types[device] != mesh.device_type:
-                raise MeshError(f"{mesh!r} names device {device}, which is a {types[device]!r} device")
 
     def define_template(self, record: TemplateRecord) -> int:
         """The number of a template, whatever ``template_id`` says; equal ones have one number."""
@@ -200,7 +191,7 @@ class Session:
             if number is None:
                 self.check_open()
                 number = len(self._templates) + 1
-                self._send(DefineTemplates(templates=[_numbered(record, number)]))
+                self._send(DefineTemplates(templates=[msgspec.structs.replace(record, template_id=number)]))
                 self._templates[key] = number
         return number
 
@@ -336,9 +327,7 @@ class Session:
         Raises:
             ClusterTimeout, ControllerLost, SessionClosed: as for any wait.
         """
-        with self._changed:
-            graphs = list(self._graphs.values())
-        seq = max((graph.flush() for graph in graphs), default=0)
+        seq = max((graph.flush() for graph in self._live_graphs()), default=0)
         self.sync_after(seq, f"{self!r} to finish its ops").wait(timeout_s)
 
     def raise_unfetched(self) -> None:
@@ -346,52 +335,42 @@ class Session:
         with self._changed:
             failure = self._state.take_unfetched()
         if failure is not None:
-            raise self._error_of(failure)
+            raise error_of(failure)
 
     def unfetched_errors(self) -> list[DTorchError]:
         """The failures that nobody has seen; they count as seen from now on."""
         errors = []
         with self._changed:
             while (failure := self._state.take_unfetched()) is not None:
-                errors.append(self._error_of(failure))
+                errors.append(error_of(failure))
         return errors
-
-    def _error_of(self, failure: FailureRecord) -> DTorchError:
-        if failure.kind == "node":
-            return NodeLost(failure.node, failure.message)
-        if failure.kind == "op":
-            remote = RemoteFailure(
-                op=failure.op,
-                device=failure.device,
-                node=failure.node,
-                error_type=failure.error_type,
-                message=failure.message,
-                traceback=failure.traceback,
-            )
-            return RemoteOpError(remote, describe(failure.location_id))
-        return InternalError(
-            f"{failure.op} on device {failure.device}: {failure.message}\n{failure.traceback}"
-        )
 
     def _raised(self, failure: FailureRecord) -> DTorchError:
         with self._changed:
             self._state.mark_raised(failure.failure_id)
-        return self._error_of(failure)
+        return error_of(failure)
 
     # ---- the I/O thread ----
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._is_idle = not self._flush_old()
-            if self._is_idle and self._any_batch():  # begun between the two, and nobody will wake us
-                self._is_idle = False
             try:
+                self._is_idle = not self._flush_old()
+                if self._is_idle and self._any_batch():  # begun between the two, and nobody will wake us
+                    self._is_idle = False
                 messages = self._link.receive(_IDLE_WAIT_S if self._is_idle else self.settings.batch_age_s)
-            except TransportError as error:
+            except (TransportError, ControllerLost) as error:
                 self.lost(str(error))
                 return
+            except DTorchError:
+                return  # closed, by us or by the controller
             for message in messages:
-                self._receive(message)
+                try:
+                    self._receive(message)
+                except Exception as error:  # noqa: BLE001  whatever broke, nobody may wait for this thread for ever
+                    text = f"the session's thread failed: {error!r}\n{traceback.format_exc()}"
+                    self.end(lambda text=text: InternalError(text))  # type: ignore[misc]  # mypy: bound default
+                    return
 
     def _receive(self, message: Sequence[Any]) -> None:
         try:
@@ -435,14 +414,24 @@ class Session:
             future.finish(lambda: self._raised(failure))
 
     def _any_batch(self) -> bool:
-        return any(graph.words for graph in list(self._graphs.values()))
+        return any(graph.words for graph in self._live_graphs())
+
+    def _live_graphs(self) -> list[Graph]:
+        with self._changed:
+            return list(self._graphs.values())
+
+    def _send_orphans(self) -> None:
+        while self.orphans and self.has_room(self.orphans[0][2]):
+            graph_id, words, num_ops, dropped = self.orphans.pop(0)
+            self.send_ops(graph_id, pack([*words, FREE, len(dropped), *dropped]), num_ops)
 
     def _flush_old(self) -> bool:
         """Send the batches that are old enough. False when there is nothing to watch."""
         limit_s = time.monotonic() - self.settings.batch_age_s
         is_busy = False
-        for graph in list(self._graphs.values()):
+        for graph in self._live_graphs():
             is_busy |= graph.flush_if_older(limit_s)
+        self._send_orphans()
         return is_busy
 
     # ---- the end ----
@@ -491,17 +480,3 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.number} at {self.address}>"
-
-
-def _numbered(record: TemplateRecord, number: int) -> TemplateRecord:
-    return TemplateRecord(
-        number,
-        record.op,
-        record.args,
-        record.kwargs,
-        record.num_inputs,
-        record.num_outputs,
-        record.num_scalars,
-        record.mesh_ids,
-        record.mutates,
-    )

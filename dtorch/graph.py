@@ -186,15 +186,26 @@ class Graph:
             return self.last_seq
 
     def flush_if_older(self, than_s: float) -> bool:
-        """Send a batch begun before ``than_s`` if that needs no waiting. False when nothing is left to send."""
+        """Send a batch begun before ``than_s``, or what was dropped since, if that needs no waiting.
+
+        False when no op is left to send.
+        """
         if not self.lock.acquire(blocking=False):
             return True  # its thread is issuing right now
         try:
-            if self.words and self.started_s <= than_s and self.session.has_room(self.num_ops):
+            is_due = self.started_s <= than_s if self.words else bool(self.dropped)
+            if is_due and self.session.has_room(self.num_ops):
+                if self.dropped:
+                    self.free_dropped()
                 self._send_now()
             return bool(self.words)
         finally:
             self.lock.release()
+
+    def __del__(self) -> None:
+        # A graph outlives its values; what it has not sent yet is left to the session's thread.
+        if self.words or self.dropped:
+            self.session.orphans.append((self.graph_id, self.words, self.num_ops, self.dropped))
 
     # ---- waiting ----
 

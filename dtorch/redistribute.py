@@ -36,9 +36,7 @@ class _Redistribute(torch.autograd.Function):
 _apply: Any = _Redistribute.apply  # torch declares it without types
 
 
-def redistribute(
-    tensor: Any, device_mesh: DeviceMesh | None, placements: Sequence[Placement] | None
-) -> Any:
+def redistribute(tensor: Any, device_mesh: DeviceMesh | None, placements: Sequence[Placement] | None) -> Any:
     """See ``Tensor.redistribute``."""
     spec = tensor._spec
     mesh = spec.layout.mesh if device_mesh is None else device_mesh

@@ -139,7 +139,9 @@ class Tensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]  # what the lines below put there
         if not self.is_leaf:
-            raise RuntimeError("only tensors created by the user (leaves) can be deep-copied; detach() it first")
+            raise RuntimeError(
+                "only tensors created by the user (leaves) can be deep-copied; detach() it first"
+            )
         with torch.no_grad():
             copy: Any = self.detach().clone()
         copy.requires_grad_(self.requires_grad)
