@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import importlib
 import os
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from dtorch_runtime.errors import ControllerLost, DTorchError, ForkError, SettingError
+from dtorch_runtime.errors import ClusterTimeout, ControllerLost, DTorchError, ForkError, SettingError
 from dtorch_runtime.local import LocalCluster, start_local_cluster
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.heartbeat import HeartbeatClient
@@ -27,8 +26,9 @@ if TYPE_CHECKING:  # imports torch
 ENV_ADDRESS = "DTORCH_ADDRESS"
 ENV_SESSION_KEY = "DTORCH_SESSION_KEY"
 ENV_KEYS = "DTORCH_KEYS"
-#: How long the end of the interpreter waits for ops that still run, so that their errors can be printed.
-_EXIT_SYNC_S = 0.3
+#: How long the end of an interpreter that an exception ends waits for ops that still run; any other end waits
+#: ``stop_timeout_s`` for them, so that their errors can be printed.
+_FAILED_EXIT_SYNC_S = 0.3
 _EXIT_STOP_S = 1.0
 
 
@@ -122,8 +122,19 @@ class _Open:
 
     def close_at_exit(self) -> None:
         """The same, promptly, and with errors printed."""
-        with contextlib.suppress(DTorchError):  # lost: the errors that are known are printed below
-            self.session.sync_all(_EXIT_SYNC_S)
+        has_failed = getattr(sys, "last_value", None) is not None
+        limit_s = _FAILED_EXIT_SYNC_S if has_failed else self.session.settings.stop_timeout_s
+        try:
+            self.session.sync_all(limit_s)
+        except ClusterTimeout:
+            if not has_failed:
+                print(
+                    f"dtorch: ops still ran {limit_s:g} s after the program's end and were abandoned; "
+                    f"dtorch.shutdown() waits for them",
+                    file=sys.stderr,
+                )
+        except DTorchError:
+            pass  # printed below, with the other errors that nobody has seen
         errors = self.session.unfetched_errors()
         self.heartbeat.close()
         self.session.close()
