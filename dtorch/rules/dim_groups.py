@@ -79,13 +79,15 @@ def _cut_in_view(shape: Shape, viewed: Shape, layout: Layout, dim: int) -> tuple
     cuts = dim_cuts(layout, dim)
     if 0 in shape:
         return _same_dim(shape, viewed, dim), [unit for _, unit in cuts]
-    inner_dims, outs = _behind(shape, viewed, dim)
-    inner = math.prod(shape[d] for d in inner_dims)
-    target, *rest = outs
-    inner_out = math.prod(viewed[d] for d in rest)
-    if shape[dim] * inner != viewed[target] * inner_out:
-        raise CannotView(dim, f"dim {dim} is not the first of the dims that are viewed together")
-    ends = [end * inner for end in nested_cuts(shape[dim], cuts)]
+    ends_of_dim = nested_cuts(shape[dim], cuts)
+    if all(end == shape[dim] for end in ends_of_dim):
+        return _all_on_the_first(shape, viewed, dim, [unit for _, unit in cuts])
+    ins, outs = next(group for group in dim_groups(shape, viewed) if dim in group[0])
+    if dim != ins[0]:
+        raise CannotView(dim, f"dim {dim} is merged behind dim {ins[0]}, so a piece of it is not one run of elements")
+    target = outs[0]
+    inner, inner_out = math.prod(shape[d] for d in ins[1:]), math.prod(viewed[d] for d in outs[1:])
+    ends = [end * inner for end in ends_of_dim]
     crooked = next((end for end in ends if end % inner_out), None)
     if crooked is not None:
         raise CannotView(
@@ -111,25 +113,19 @@ def _unit_candidates(unit: int, inner: int, inner_out: int, wanted: Sequence[int
     return list(dict.fromkeys([*exact, 1, math.gcd(*wanted) or 1, wanted[0] or 1]))
 
 
-def _behind(shape: Shape, viewed: Shape, dim: int) -> tuple[Shape, Shape]:
-    """The dims behind ``dim`` in its group, and the dims of the view that the group becomes."""
-    if shape[dim] != 1:
-        for ins, outs in dim_groups(shape, viewed):
-            if dim == ins[0]:
-                return ins[1:], outs
-            if dim in ins:
-                raise CannotView(
-                    dim,
-                    f"dim {dim} is merged behind dim {ins[0]}, so a piece of it is not one run of elements",
-                )
-    # A dim of size 1 stays one where the view has one in its place; otherwise it is cut off the group behind it.
-    ones = _ones_between(viewed, num_before := _num_longer(shape, dim))
-    if ones:
-        return (), (ones[min(_ones_between(shape, num_before).index(dim), len(ones) - 1)],)
-    for ins, outs in dim_groups(shape, viewed):
-        if ins[0] > dim:
-            return ins, outs
-    raise CannotView(dim, f"dim {dim} has size 1 and the view drops it")
+def _all_on_the_first(shape: Shape, viewed: Shape, dim: int, units: list[int]) -> tuple[int, list[int]]:
+    """A dim that only the first device has: any dim of the view can say so with a unit of its whole size."""
+    if shape[dim] == 1:
+        ones = _ones_between(viewed, num_before := _num_longer(shape, dim))
+        if ones:
+            return ones[min(_ones_between(shape, num_before).index(dim), len(ones) - 1)], units
+    groups = dim_groups(shape, viewed)
+    if not groups:
+        raise CannotView(dim, f"dim {dim} has size 1 and the view drops it")
+    ins, outs = next((group for group in groups if group[0][-1] >= dim), groups[-1])
+    if (dim,) == ins and len(outs) == 1:
+        return outs[0], units
+    return outs[0], [viewed[outs[0]]] * len(units)
 
 
 def _num_longer(shape: Shape, dim: int) -> int:

@@ -64,6 +64,8 @@ class EquationRule:
     localize: Localize | None = None
     specialize: Specialize | None = None
     always: bool = False
+    #: Whether the kernel refuses tensors without elements.
+    nonempty: bool = False
 
     def plan(self, call: Call) -> OpPlan:
         """The plan of a call with at least one input. Raises PlacementError."""
@@ -77,13 +79,28 @@ class EquationRule:
         except Mismatch as mismatch:
             raise explain.mismatch(call, equation, mismatch) from None
         check_written_placements(call, equation, matched, out_shapes)
-        _check_empty(call, equation, matched)
+        self._check_empty(call, equation, matched)
         if self.specialize is not None:
             plan = self.specialize(call, matched, metas)
             if plan is not None:
                 return plan
         replace = self.localize(call, matched, metas) if self.localize else None
         return plan_same_op(call, metas, matched.outputs, conversions=matched.conversions, replace=replace)
+
+    def _check_empty(self, call: Call, equation: Equation, matched: Matched) -> None:
+        """Some kernels need an element on every device: the largest of no elements does not exist."""
+        extreme = equation.reduce in ("max", "min") and call.op.base not in _EMPTY_IS_FINE
+        for axis, letter in enumerate(matched.letters):
+            contracts = any(isinstance(out.placements[axis], Partial) for out in matched.outputs)
+            if letter is None or not (self.nonempty or (extreme and contracts)):
+                continue
+            for spec, layout in zip(call.inputs, matched.inputs, strict=True):
+                if has_empty_piece(spec.shape, layout):
+                    raise explain.refused(
+                        call,
+                        "some device would hold no element, and the op needs one",
+                        [explain.show(call, s) for s in signatures(equation)],
+                    )
 
     def signatures(self, call: Call) -> list[str]:
         """Every legal signature for these ranks."""
@@ -150,22 +167,6 @@ def same_pieces(shape: tuple[int, ...], a: Layout, b: Layout) -> bool:
     )
 
 
-def _check_empty(call: Call, equation: Equation, matched: Matched) -> None:
-    """The largest of no elements does not exist: max and min need an element on every device."""
-    if equation.reduce not in ("max", "min") or call.op.base in _EMPTY_IS_FINE:
-        return
-    for axis, letter in enumerate(matched.letters):
-        if letter is None or not any(isinstance(out.placements[axis], Partial) for out in matched.outputs):
-            continue
-        for spec, layout in zip(call.inputs, matched.inputs, strict=True):
-            if has_empty_piece(spec.shape, layout):
-                raise explain.refused(
-                    call,
-                    "some device holds no element, and the extreme of nothing does not exist",
-                    [explain.show(call, s) for s in signatures(equation)],
-                )
-
-
 _EMPTY_IS_FINE = frozenset({"aten::any", "aten::all"})
 
 
@@ -183,7 +184,7 @@ def parse(notation: str) -> _Parsed:
     """Split ``"mk,kn->mn"`` into operands."""
     left, arrow, right = notation.replace(" ", "").partition("->")
     assert arrow, f"a notation has an arrow, got {notation!r}"
-    return _Parsed(tuple(left.split(",")), tuple(right.split(",")) if right else ())
+    return _Parsed(tuple(left.split(",")), tuple(right.split(",")))
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,7 @@ def rule(
     specialize: Specialize | None = None,
     shape: ShapeFunction | str | None = None,
     always: bool = False,
+    nonempty: bool = False,
 ) -> None:
     """Define the rule of one op or several (names with blanks between them).
 
@@ -354,6 +356,7 @@ def rule(
         shape: how the result's shape is computed without a meta kernel; "letters" for contiguous results whose
             dims are the letters.
         always: the rule answers for replicated inputs too.
+        nonempty: the kernel refuses tensors without elements.
     """
     terms = parse_terms(linear or moves)
     binder = Binder(
@@ -370,7 +373,7 @@ def rule(
         linear_if=linear_if,
     )
     full = full_names(names)
-    register(full, EquationRule(binder, localize, specialize, always))
+    register(full, EquationRule(binder, localize, specialize, always, nonempty))
     if shape == "letters":
         register_shape(full, lambda call: letters_shape(binder, call))
     elif callable(shape):

@@ -297,13 +297,14 @@ rule(
     linear="a",
     whole=lambda call: "".join(_space(call)) + "oij",
 )
-rule("max_pool2d_with_indices", "...pq->...xy,...xy", whole="pqxy")
-rule("max_pool2d_with_indices_backward", "...xy,...pq,...xy->...pq", linear="a", whole="pqxy")
+rule("max_pool2d_with_indices", "...pq->...xy,...xy", whole="pqxy", nonempty=True)
+rule("max_pool2d_with_indices_backward", "...xy,...pq,...xy->...pq", linear="a", whole="pqxy", nonempty=True)
 rule(
     "avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d",
     "...pq->...xy",
     linear="a",
     whole="pqxy",
+    nonempty=True,
 )
-rule("avg_pool2d_backward", "...xy,...pq->...pq", linear="a", whole="pqxy")
-rule("_adaptive_avg_pool2d_backward", "...xy,...pq->...pq", linear="a", whole="pqxy")
+rule("avg_pool2d_backward", "...xy,...pq->...pq", linear="a", whole="pqxy", nonempty=True)
+rule("_adaptive_avg_pool2d_backward", "...xy,...pq->...pq", linear="a", whole="pqxy", nonempty=True)

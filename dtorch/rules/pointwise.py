@@ -55,6 +55,8 @@ def pointwise(
 
 def pointwise_shape(call: Call, kind: ResultKind) -> Metas | None:
     """Broadcast shape, strides in the operands' order in memory, promoted dtype."""
+    if call.op.name == "aten::pow.Scalar":
+        return None  # its strides are not those of a pointwise op
     tensors = [call.inputs[n] for p, n in call.operands.items() if isinstance(n, int) and p != "out"]
     shape = broadcast([spec.shape for spec in tensors])
     dtype = _result_dtype(call, tensors, kind)
@@ -106,7 +108,14 @@ pointwise("addcmul", linear="a+b*c")
 pointwise("addcdiv", linear="a+b", result="floating")
 
 # Elements are moved or chosen, not computed with
-pointwise("masked_fill", linear="a", linear_if=_fills_with_zero, result="first")
+rule(
+    "masked_fill",
+    "...,...,...->...",
+    linear="a",
+    linear_if=_fills_with_zero,
+    slices="*",
+    shape=lambda call: _masked_fill_shape(call),
+)
 pointwise("copy_", converts="b", result="first")
 
 # Not linear: one tensor
@@ -176,6 +185,12 @@ def _target(call: Call) -> Metas:
 
 
 # ------------------------------------------------------------------------------------------------- choices
+
+
+def _masked_fill_shape(call: Call) -> Metas | None:
+    spec = call.spec("self")
+    shape = broadcast([spec.shape, call.spec("mask").shape])
+    return None if shape is None else (TensorMeta(shape, contiguous_stride(shape), spec.dtype),)
 
 
 def _where_shape(call: Call) -> Metas | None:

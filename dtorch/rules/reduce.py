@@ -114,23 +114,21 @@ def _mean_of_pieces(call: Call, matched: Matched, metas: Metas) -> OpPlan | None
     meta = metas[0]
     assert isinstance(meta, TensorMeta)
     keepdim = bool(call.has("keepdim") and call.get("keepdim"))
-    return other_op(
-        call,
-        matched,
-        metas,
-        "dtorch::divided",
-        ["aten::sum.dim_IntList", [spec, gone, keepdim, meta.dtype], count],
-    )
+    args = ["aten::sum.dim_IntList", [spec, gone, keepdim], count]
+    return other_op(call, matched, metas, "dtorch::divided", args, {"dtype": meta.dtype})
 
 
-def other_op(call: Call, matched: Matched, metas: Metas, op: str, args: list[Any]) -> OpPlan:
-    """A plan that runs another op; ``args`` hold the call's tensors in their order."""
+def other_op(
+    call: Call, matched: Matched, metas: Metas, op: str, args: list[Any], kwargs: dict[str, Any] | None = None
+) -> OpPlan:
+    """A plan that runs another op; ``args`` hold the call's tensors in their order, ``kwargs`` constants."""
     encoder = ArgumentEncoder()
     encoded = tuple(encoder.encode(value) for value in args)
     layouts = list(matched.inputs)
     return OpPlan(
         op=op,
         args=encoded,
+        kwargs={name: encoder.encode(value) for name, value in (kwargs or {}).items()},
         layouts=tuple(layouts),
         conversions=matched.conversions,
         outputs=pack_outputs(call, metas, matched.outputs),

@@ -7,8 +7,7 @@ from typing import Any
 
 from dtorch import shapes
 from dtorch.plan import OpPlan
-from dtorch.rules import explain
-from dtorch.rules import view_shapes as shape
+from dtorch.rules import explain, view_shapes as shape
 from dtorch.rules.call import Call, local_shape
 from dtorch.rules.dim_groups import CannotView, view_layout
 from dtorch.rules.dsl import EquationRule, assign, full_names, rule

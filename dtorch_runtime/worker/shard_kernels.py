@@ -22,9 +22,9 @@ def factory_shard(
 
 
 @kernel("divided")
-def divided(operator: str, args: list[Any], divisor: float) -> torch.Tensor:
+def divided(operator: str, args: list[Any], divisor: float, **kwargs: Any) -> torch.Tensor:
     """A local sum as a part of a global mean: what ``operator`` gives, divided by the global count."""
-    total: torch.Tensor = find_kernel(operator).function(*args)
+    total: torch.Tensor = find_kernel(operator).function(*args, **kwargs)
     return total.div(divisor)
 
 

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from dtorch.spec import intern_spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
+from dtorch_runtime.ir.placement import Partial, Placement, ReduceOp, Replicate, Shard
 from tests.support.simulated_mesh import Sharded, gather, run, shard
 
 
@@ -126,11 +126,15 @@ def check_all(sample: Sample, mesh: DeviceMesh, limit: int = 300) -> list[tuple[
     return legal
 
 
-def claimed(sample: Sample, mesh: DeviceMesh) -> list[Signature]:
-    """The signatures that the rule's table claims for a sample; none where the rule has no equation."""
-    layout = Layout(mesh, (Replicate(),) * mesh.ndim)
+def claimed(sample: Sample, mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
+    """The placements of the signatures that the rule's table claims for a sample along the one axis of ``mesh``.
+
+    None where the rule has no equation. Sums of integers and bools are left out: their terms cannot be made up.
+    """
+    layout = Layout(mesh, (Replicate(),))
     whole = (sample.make(), sample.kwargs)
-    specs = [intern_spec(tuple(t.shape), t.dtype, layout, tuple(t.stride())) for t in tensors_of(whole)]
+    tensors = tensors_of(whole)
+    specs = [intern_spec(tuple(t.shape), t.dtype, layout, tuple(t.stride())) for t in tensors]
     args, kwargs = replace_tensors(whole, list(specs))
     call = Call(op_of(sample.func), args, kwargs)
     rule = find_rule(call.op)
@@ -139,4 +143,19 @@ def claimed(sample: Sample, mesh: DeviceMesh) -> list[Signature]:
         return []
     equation = rule.bind(call)
     assert equation is not None, f"{call.op}: the notation does not fit the sample"
-    return [s for s in signatures(equation) if not sample.except_for(s)]
+    found = []
+    for signature in signatures(equation):
+        can_be_made = all(
+            not isinstance(coded, str) or t.dtype.is_floating_point or coded in ("max", "min")
+            for coded, t in zip(signature.inputs, tensors, strict=True)
+        )
+        if can_be_made and not sample.except_for(signature):
+            found.append(tuple(placement_of(coded) for coded in signature.inputs))
+    return found
+
+
+def placement_of(coded: int | str | None) -> Placement:
+    """The placement that a signature's code stands for."""
+    if coded is None:
+        return Replicate()
+    return Shard(coded) if isinstance(coded, int) else Partial(cast(ReduceOp, coded))

@@ -1,0 +1,193 @@
+"""Our arithmetic of shapes, strides and dtypes against torch: what is answered here is not asked of a meta kernel."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from dtorch import shapes
+from dtorch.rules.call import Call, op_of
+from dtorch.shapes import shape_function
+from dtorch.spec import Spec, intern_spec
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Replicate
+from tests.numerics.samples import ALL
+from tests.support.rule_checks import Sample, replace_tensors, tensors_of
+
+aten = torch.ops.aten
+LAYOUT = Layout(DeviceMesh("cpu", [0]), (Replicate(),))
+#: Composite ops, which have no meta kernel of their own; and those whose strides we define.
+OWN_STRIDES = {"aten::scaled_dot_product_attention"}
+
+
+def spec_of(tensor: torch.Tensor, *, transposed: bool = False) -> Spec:
+    stride = tuple(tensor.stride())
+    if transposed and tensor.ndim > 1:
+        stride = tuple(torch.empty_like(tensor.transpose(0, -1).contiguous()).transpose(0, -1).stride())
+    return intern_spec(tuple(tensor.shape), tensor.dtype, LAYOUT, stride)
+
+
+def call_of(sample: Sample, *, transposed: bool = False) -> Call:
+    whole = (sample.make(), sample.kwargs)
+    specs = [spec_of(t, transposed=transposed) for t in tensors_of(whole)]
+    args, kwargs = replace_tensors(whole, list(specs))
+    return Call(op_of(sample.func), args, kwargs)
+
+
+def compare(sample: Sample, *, transposed: bool = False) -> bool:
+    """Whether our arithmetic answered; asserts that it equals what torch gives."""
+    call = call_of(sample, transposed=transposed)
+    function = shape_function(call)
+    metas = function(call) if function is not None else None
+    if metas is None:
+        return False
+    if call.op.writes:  # the result of an in-place op is its target, whatever the functional op would give
+        return True
+    whole = (sample.make(), sample.kwargs)
+    laid_out = [
+        torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(tensor)
+        for spec, tensor in zip(call.inputs, tensors_of(whole), strict=True)
+    ]
+    args, kwargs = replace_tensors(whole, list(laid_out))
+    want = sample.func(*args, **kwargs)
+    flat: list[Any] = [
+        item for meta in metas for item in ([meta] if isinstance(meta, shapes.TensorMeta) else meta)
+    ]
+    flat_want = tensors_of(want if isinstance(want, tuple | list) else [want])
+    assert len(flat) == len(flat_want)
+    for mine, theirs in zip(flat, flat_want, strict=True):
+        assert (mine.shape, mine.dtype) == (tuple(theirs.shape), theirs.dtype)
+        if call.op.base in OWN_STRIDES:
+            continue
+        longer = [dim for dim, size in enumerate(mine.shape) if size != 1]
+        assert [mine.stride[d] for d in longer] == [theirs.stride(d) for d in longer]
+    return True
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sample", ALL, ids=lambda sample: str(sample).replace(" ", "_"))
+def test_equals_torch(sample: Sample, transposed: bool) -> None:
+    compare(sample, transposed=transposed)
+
+
+COMMON = [
+    aten.add.Tensor,
+    aten.mul.Tensor,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.linear.default,
+    aten.view.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.cat.default,
+    aten.embedding.default,
+    aten._softmax.default,
+    aten.native_layer_norm.default,
+    aten.where.self,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.pow.Tensor_Scalar,
+    aten.rsqrt.default,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.scaled_dot_product_attention.default,
+    aten.matmul.default,
+    aten.bmm.default,
+    aten.argmax.default,
+]
+
+
+@pytest.mark.parametrize("func", COMMON, ids=str)
+def test_common_ops_do_not_need_the_meta_kernel(func: torch._ops.OpOverload) -> None:
+    samples = [sample for sample in ALL if sample.func is func]
+    assert samples, f"there is no sample of {func}"
+    assert all(compare(sample) for sample in samples)
+
+
+DTYPES = (torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "func", [aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.eq.Tensor, aten.pow.Tensor_Tensor]
+)
+def test_promotion(func: torch._ops.OpOverload) -> None:
+    operands: list[Any] = [torch.ones(shape, dtype=dtype) for dtype in DTYPES for shape in ((), (2,))]
+    operands += [True, 2, 2.5]
+    num_compared = 0
+    for left, right in itertools.product(operands[:14], operands):
+        args = (spec_of(left), spec_of(right) if isinstance(right, torch.Tensor) else right)
+        call = Call(op_of(func), args, {})
+        try:
+            want = func(left, right)
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue
+        (meta,) = shapes.infer(call)
+        assert isinstance(meta, shapes.TensorMeta)
+        assert meta.dtype is want.dtype, f"{left.dtype}{list(left.shape)} with {right}"
+        num_compared += 1
+    assert num_compared > 100
+
+
+def test_elementwise_strides_follow_the_order_in_memory(rng: Any) -> None:
+    """Random broadcasts of permuted tensors."""
+    for _ in range(300):
+        ndim = rng.randint(1, 4)
+        shape = [rng.choice([1, 2, 3]) for _ in range(ndim)]
+        tensors = []
+        for _ in range(rng.choice([1, 2, 3])):
+            order = rng.sample(range(ndim), ndim)
+            sizes = [rng.choice([1, size]) for size in shape]
+            whole = torch.empty([sizes[d] for d in order], device="meta")
+            tensor = whole.permute([order.index(d) for d in range(ndim)])
+            tensors.append(tensor if rng.random() < 0.8 else tensor.contiguous())
+        names = {1: aten.exp.default, 2: aten.add.Tensor, 3: aten.addcmul.default}
+        call = Call(op_of(names[len(tensors)]), tuple(spec_of(t) for t in tensors), {})
+        real = [torch.empty_strided(t.shape, t.stride()) for t in tensors]
+        want = names[len(tensors)](*real)
+        (meta,) = shapes.infer(call)
+        assert isinstance(meta, shapes.TensorMeta)
+        assert meta.shape == tuple(want.shape)
+        longer = [d for d, size in enumerate(want.shape) if size != 1]
+        assert [meta.stride[d] for d in longer] == [want.stride(d) for d in longer], [
+            (tuple(t.shape), t.stride()) for t in tensors
+        ]
+
+
+def test_views_have_the_strides_of_torch(rng: Any) -> None:
+    """Where torch refuses a view, so does propagation, with torch's error."""
+    num_refused = 0
+    for _ in range(300):
+        ndim = rng.randint(1, 4)
+        shape = [rng.choice([1, 2, 3, 4]) for _ in range(ndim)]
+        order = rng.sample(range(ndim), ndim)
+        whole = torch.empty([shape[d] for d in order]).permute([order.index(d) for d in range(ndim)])
+        rest, size = whole.numel(), []
+        while rest > 1:
+            factor = rng.choice([n for n in range(1, rest + 1) if rest % n == 0])
+            size.append(factor)
+            rest //= factor
+        call = Call(op_of(aten.view.default), (spec_of(whole), size), {})
+        try:
+            want = whole.view(size)
+        except RuntimeError:
+            num_refused += 1
+            with pytest.raises(RuntimeError):
+                shapes.infer(call)
+            continue
+        (meta,) = shapes.infer(call)
+        assert isinstance(meta, shapes.TensorMeta)
+        assert meta.shape == tuple(want.shape)
+        longer = [d for d, n in enumerate(want.shape) if n != 1]
+        assert [meta.stride[d] for d in longer] == [want.stride(d) for d in longer]
+    assert num_refused
