@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +225,18 @@ def test_keys_are_made_once_and_only_for_their_owner(run: Run, tmp_path: Path) -
     assert [os.stat(folder / name).st_mode & 0o777 for name in ("server.json", "client.json")] == [0o600] * 2
     code, _, err = run("keys", str(folder))
     assert (code, "keys are never overwritten" in err) == (2, True)
+
+
+def test_the_commands_in_the_documents_are_ones_that_there_are(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached: list[str] = []
+    for name in ("run_program", "run_controller", "run_agent", "show_status", "stop", "make_keys"):
+        monkeypatch.setattr(commands, name, lambda *_, _name=name, **__: reached.append(_name))
+    monkeypatch.setenv("DTORCH_ADDRESS", "tcp://head:5555")
+    root = Path(__file__).parents[3]
+    text = "".join(path.read_text() for path in (root / "README.md", root / "docs" / "launching.md"))
+    lines = re.findall(r"^dtorch-launch (.+)$", text, re.MULTILINE)
+    for line in lines:
+        assert run(*shlex.split(line)) == (0, "", ""), line
+    assert len(reached) == len(lines) >= 8
