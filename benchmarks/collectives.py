@@ -66,6 +66,7 @@ def dtorch_costs() -> dict[str, float]:
     """The same by redistribute on two devices."""
     mesh = dtorch.DeviceMesh("cpu", [0, 1])
     shard, partial, whole = dtorch.Shard(0), dtorch.Partial("sum"), dtorch.Replicate()
+    pairs: dict[str, tuple[dtorch.Placement, dtorch.Placement]]
     pairs = {"all-reduce": (partial, whole), "all-gather": (shard, whole), "reduce-scatter": (partial, shard)}
     costs = {}
     for size_bytes in SIZES_BYTES:

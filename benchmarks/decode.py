@@ -12,10 +12,10 @@ import time
 from typing import Any
 
 import torch
-from examples.language_model import load_model
 
 import dtorch
 from benchmarks.harness import Row, report
+from examples.language_model import load_model
 
 PROMPT = "Tell me in a few sentences how a steam engine works."
 

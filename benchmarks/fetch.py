@@ -36,7 +36,8 @@ def dtensor_fetches(rank: int) -> tuple[float, float]:
 
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-    return median_us(lambda: x.full_tensor()), median_us(lambda: x.sum().item())
+    # Without full_tensor(), item() of the partial sum would be one rank's own term: a wrong value.
+    return median_us(lambda: x.full_tensor()), median_us(lambda: x.sum().full_tensor().item())
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -55,10 +56,8 @@ def test_a_killed_agent_fails_pending_values_and_names_itself() -> None:
         with pytest.raises(dtorch.NodeLost):
             (pending + 1).to_torch(timeout_s=30)
     finally:
-        try:
+        with contextlib.suppress(dtorch.NodeLost):
             dtorch.shutdown()
-        except dtorch.NodeLost:
-            pass
 
 
 def test_a_peer_that_waits_for_a_killed_agent_is_freed() -> None:
@@ -75,10 +74,8 @@ def test_a_peer_that_waits_for_a_killed_agent_is_freed() -> None:
             future.get(timeout_s=DEADLINE_S * 3)
         assert after.to_torch(timeout_s=DEADLINE_S * 3).tolist() == [2.0, 2.0]
     finally:
-        try:
+        with contextlib.suppress(dtorch.NodeLost):
             dtorch.shutdown()
-        except dtorch.NodeLost:
-            pass
 
 
 def test_a_killed_controller_fails_everything_pending_and_later() -> None:
