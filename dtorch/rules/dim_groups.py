@@ -84,7 +84,9 @@ def _cut_in_view(shape: Shape, viewed: Shape, layout: Layout, dim: int) -> tuple
         return _all_on_the_first(shape, viewed, dim, [unit for _, unit in cuts])
     ins, outs = next(group for group in dim_groups(shape, viewed) if dim in group[0])
     if dim != ins[0]:
-        raise CannotView(dim, f"dim {dim} is merged behind dim {ins[0]}, so a piece of it is not one run of elements")
+        raise CannotView(
+            dim, f"dim {dim} is merged behind dim {ins[0]}, so a piece of it is not one run of elements"
+        )
     target = outs[0]
     inner, inner_out = math.prod(shape[d] for d in ins[1:]), math.prod(viewed[d] for d in outs[1:])
     ends = [end * inner for end in ends_of_dim]

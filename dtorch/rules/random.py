@@ -145,11 +145,11 @@ register(
     full_names("uniform_ normal_ random_ bernoulli_.float exponential_ cauchy_ log_normal_ geometric_"),
     RandomRule(_fill),
 )
-register(full_names("rand_like"), RandomRule(_like("aten::uniform_"), shape_only=True))
-register(full_names("randn_like"), RandomRule(_like("aten::normal_"), shape_only=True))
+register(full_names("rand_like"), RandomRule(_like("aten::uniform_"), always=True, shape_only=True))
+register(full_names("randn_like"), RandomRule(_like("aten::normal_"), always=True, shape_only=True))
 register(
     full_names("randint_like.default randint_like.low_dtype"),
-    RandomRule(_like("aten::random_.from"), shape_only=True),
+    RandomRule(_like("aten::random_.from"), always=True, shape_only=True),
 )
 register(full_names("bernoulli.default"), RandomRule(_bernoulli, always=True))
 register(full_names("native_dropout"), RandomRule(_dropout, always=True))

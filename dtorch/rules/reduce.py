@@ -176,7 +176,7 @@ def _along(call: Call) -> str:
     return LETTERS[dim] if dim is not None and ndim else ""
 
 
-def _contiguous_same(call: Call) -> Metas | None:
+def _contiguous_same(call: Call) -> tuple[TensorMeta] | None:
     spec = call.inputs[0]
     if not is_contiguous(spec.shape, spec.stride) or wrap(call.get("dim"), len(spec.shape)) is None:
         return None
@@ -185,7 +185,16 @@ def _contiguous_same(call: Call) -> Metas | None:
     return (TensorMeta(spec.shape, contiguous_stride(spec.shape), spec.dtype),)
 
 
-rule("cumsum", _same, linear="a", whole=_along)
+def _scan_shape(call: Call) -> Metas | None:
+    metas = _contiguous_same(call)
+    given = call.inputs[0].dtype
+    if metas is None or call.op.writes:
+        return None
+    dtype = call.get("dtype") or (given if given.is_floating_point or given.is_complex else torch.int64)
+    return (metas[0]._replace(dtype=dtype),)
+
+
+rule("cumsum", _same, linear="a", whole=_along, shape=_scan_shape)
 rule("cumprod logcumsumexp", _same, whole=_along)
 rule("cummax cummin", _same_pair, whole=_along)
 rule("_softmax _log_softmax", _same, whole=_along, shape=_contiguous_same)

@@ -10,7 +10,7 @@ import torch
 
 from dtorch import shapes
 from dtorch.plan import NewOutput, NoOutput, OpPlan, Output, SameTensor
-from dtorch.rules.call import ArgumentEncoder, Call, Op
+from dtorch.rules.call import ArgumentEncoder, Call, Op, encode_constant
 from dtorch.shapes import Metas, TensorMeta
 from dtorch.spec import intern_spec
 from dtorch_runtime.errors import UnsupportedError
@@ -92,6 +92,8 @@ def encode_arguments(
     else:
         args = tuple(encoder.encode(value) for value in call.args)
         merged = call.kwargs
+    if merged.get("layout") is not None:
+        encode_constant(merged["layout"])  # refuses sparse ones
     kwargs = {
         name: encoder.encode(value)
         for name, value in merged.items()
