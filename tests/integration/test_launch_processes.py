@@ -210,17 +210,18 @@ def test_kill_9_of_the_launcher_leaves_nothing() -> None:
         )
 
 
-#: Counts Ctrl-C, and says how often it came once the queue of its signals is empty.
+#: Counts Ctrl-C, and says how often it came when it is asked to end. It holds the launcher still until it has had its
+#: own: two signals that arrive together would be one.
 COUNTS_INTERRUPTS = """
-import signal
-count = []
-signal.signal(signal.SIGINT, lambda *_: count.append(1))
-signal.signal(signal.SIGTERM, lambda *_: print("interrupts", len(count), flush=True))
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+os.kill(os.getppid(), signal.SIGSTOP)
 print("waits", flush=True)
-while not count:
-    signal.pause()
+signal.sigwait([signal.SIGINT])
 print("interrupted", flush=True)
-signal.pause()
+os.kill(os.getppid(), signal.SIGCONT)
+signal.sigwait([signal.SIGTERM])
+print("interrupts", 1 + (signal.SIGINT in signal.sigpending()), flush=True)
 """
 
 
@@ -233,18 +234,22 @@ def test_ctrl_c_at_a_terminal_interrupts_the_program_once() -> None:
         stdin=end,
         stdout=end,
         stderr=end,
-        start_new_session=True,
+        start_new_session=True,  # the terminal becomes its own, as that of a shell
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(end)
     with os.fdopen(terminal, "r+b", buffering=0) as keyboard:
-        read_until(keyboard, b"waits")
-        keyboard.write(b"\x03")
-        read_until(keyboard, b"interrupted")
-        process.send_signal(signal.SIGTERM)
-        read_until(keyboard, b"interrupts ")
-        assert keyboard.read(1) == b"1"
-        assert process.wait(30) == 0
+        try:
+            read_until(keyboard, b"waits")
+            keyboard.write(b"\x03")
+            read_until(keyboard, b"interrupted")
+            process.send_signal(signal.SIGTERM)
+            read_until(keyboard, b"interrupts ")
+            assert keyboard.read(1) == b"1"
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 def read_until(terminal: IO[bytes], word: bytes) -> bytes:
