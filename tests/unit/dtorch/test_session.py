@@ -161,7 +161,9 @@ def test_a_lost_node_fails_what_waits_for_it_and_nothing_else() -> None:
     on_b, _, _ = state.start_fetch([2])
     actions = state.handle(NodeDown(name="b", devices=[2, 3], reason="silent"))
     assert {action.fetch_id for action in actions if isinstance(action, FetchMissed)} == {on_both, on_b}
-    assert all(isinstance(a, FetchMissed) and a.failure.kind == "node" and a.failure.node == "b" for a in actions)
+    assert all(
+        isinstance(a, FetchMissed) and a.failure.kind == "node" and a.failure.node == "b" for a in actions
+    )
     state.validate()
     _, requests, known = state.start_fetch([3])
     assert requests == []
