@@ -15,10 +15,10 @@ REPEATS = 3
 
 async def seconds_to_exception() -> float:
     """Kill the agent that holds a value while the value is awaited behind long work."""
-    dtorch.init(num_nodes=2, devices_per_node=1)
+    cluster = dtorch.init(num_nodes=2, devices_per_node=1)
     try:
         mesh = dtorch.DeviceMesh("cpu", [1])
-        victim = next(node for node in dtorch.cluster().nodes if 1 in node.devices)
+        victim = next(node for node in cluster.nodes if 1 in node.devices)
         x = dtorch.rand((1500, 1500), device_mesh=mesh)
         for _ in range(400):
             x = x @ x

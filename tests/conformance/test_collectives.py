@@ -49,7 +49,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
+@pytest.fixture(params=[*WAYS.values()], ids=[*WAYS])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     way: Way = request.param
     if way.parallel_bytes is not None:

@@ -172,7 +172,8 @@ async def curve(folder: Path) -> AsyncIterator[Transport]:
 async def test_a_server_link_survives_and_its_good_peer_goes_on(
     transport: ZmqTransport, rng: random.Random
 ) -> None:
-    server, answers, senders, reported = transport.serve(), Inbox(), Counter(), []
+    server, answers, reported = transport.serve(), Inbox(), []
+    senders: Counter[tuple[bytes | int, bool]] = Counter()
     have_arrived = threading.Event()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
 

@@ -19,7 +19,7 @@ from dtorch_runtime.ir.placement import REDUCE_OPS, Partial, Placement, Replicat
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-_REDUCE: dict[str, Callable[[Array], Array]] = {
+_REDUCE: dict[str, Callable[[Array], Any]] = {
     "sum": lambda terms: terms.sum(0) if terms.dtype != bool else terms.any(0),
     "avg": lambda terms: terms.sum(0) // len(terms),
     "max": lambda terms: terms.max(0),

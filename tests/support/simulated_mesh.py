@@ -72,7 +72,7 @@ def shard(
 
 def _like_order(piece: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """A copy of a piece whose dims lie in memory in the order of the whole."""
-    order = sorted(range(whole.ndim), key=lambda dim: (-whole.stride(dim), dim))
+    order = sorted(range(whole.ndim), key=lambda dim: (-whole.stride()[dim], dim))
     copy = piece.permute(order).clone(memory_format=torch.contiguous_format)
     return copy.permute([order.index(dim) for dim in range(whole.ndim)])
 

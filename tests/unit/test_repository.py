@@ -125,6 +125,14 @@ def test_every_setting_is_documented_with_its_default() -> None:
             assert float(rows[name]) == default, name
 
 
+def test_every_environment_variable_in_the_code_is_documented() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    documented = set(re.findall(r"^\| `(DTORCH_[A-Z_]+)`", text, re.MULTILINE))
+    files = [path for package in PACKAGES for path in modules(package).values()]
+    used = {name for path in files for name in re.findall(r"\bDTORCH_[A-Z_]+[A-Z]\b", path.read_text())}
+    assert used <= documented
+
+
 def test_links_in_documents_lead_somewhere() -> None:
     broken = []
     for document in tracked("*.md"):

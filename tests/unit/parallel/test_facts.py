@@ -101,7 +101,7 @@ def test_a_module_made_from_a_config_is_built_again() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Positions(5))
     restore_buffers(model)
-    assert model[0].positions.tolist() == [0, 1, 2, 3, 4]
+    assert model.get_buffer("0.positions").tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_buffer_that_nobody_can_make_is_named() -> None:
