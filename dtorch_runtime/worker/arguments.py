@@ -43,7 +43,11 @@ class _Expressions:
     """Turns arguments into source text, and collects the constants that the text names."""
 
     def __init__(
-        self, record: TemplateRecord, meshes: Mapping[int, DeviceMesh], device: int, torch_device: torch.device
+        self,
+        record: TemplateRecord,
+        meshes: Mapping[int, DeviceMesh],
+        device: int,
+        torch_device: torch.device,
     ) -> None:
         self._record = record
         self._meshes = meshes

@@ -34,7 +34,10 @@ def fast_binding(overload: torch._ops.OpOverload) -> Callable[..., Any] | None:
 
 def _collect() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
-    for homes, names in (((torch._C._VariableFunctions, torch), _FUNCTIONS), ((torch._C.TensorBase,), _METHODS)):
+    for homes, names in (
+        ((torch._C._VariableFunctions, torch), _FUNCTIONS),
+        ((torch._C.TensorBase,), _METHODS),
+    ):
         for name in names.split():
             bare = name.partition(".")[0]
             for home in homes:

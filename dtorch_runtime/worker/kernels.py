@@ -54,7 +54,9 @@ class Kernel:
         if len(outputs) != num_outputs:
             outputs = [output for output in outputs if output is not None]
         if len(outputs) != num_outputs:
-            raise InternalFailure(f"the kernel returned {len(outputs)} tensors, its template says {num_outputs}")
+            raise InternalFailure(
+                f"the kernel returned {len(outputs)} tensors, its template says {num_outputs}"
+            )
         return outputs
 
 
@@ -126,7 +128,12 @@ def embedding_shard(weight: torch.Tensor, indices: torch.Tensor, start: int) -> 
 
 @kernel("random_shard")
 def random_shard(
-    operator: str, args: list[Any], starts: list[int], sizes: list[int], generator: torch.Generator, **kwargs: Any
+    operator: str,
+    args: list[Any],
+    starts: list[int],
+    sizes: list[int],
+    generator: torch.Generator,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """The local box of a global random tensor, the same numbers on every mesh.
 

@@ -105,9 +105,7 @@ class DeviceSession:
         record = self.session.templates.get(words[i])
         if record is None or i + record.width > len(words):
             site = OpSite(self.session.number, self._seq, "op stream", 0, words[i : i + 2])
-            self._report_failure(
-                self.session.number, failure_of(error, site, self._device, self._node)
-            )
+            self._report_failure(self.session.number, failure_of(error, site, self._device, self._node))
             return len(words)
         stop = i + record.width
         inputs = words[i + 2 : i + 2 + record.num_inputs]

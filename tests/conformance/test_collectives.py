@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from dtorch_runtime.ir import transfer
 from dtorch_runtime.ir.layout import Layout, local_shape

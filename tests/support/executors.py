@@ -89,9 +89,7 @@ class Rig:
                 shares_memory=shares_memory,
             )
             self.nodes.append(Node(name, list(devices), executor, events))
-            self.records.append(
-                NodeRecord(name, "here", 0, "cpu", list(devices), executor.data_endpoint)
-            )
+            self.records.append(NodeRecord(name, "here", 0, "cpu", list(devices), executor.data_endpoint))
         for node in self.nodes:
             others = [record for record in self.records if record.name != node.name]
             node.executor.start(node.devices, others)

@@ -90,7 +90,9 @@ def actual(sample: Sample, mesh: DeviceMesh, placements: Sequence[Sequence[Place
     return [gather(item) for item in [*outputs, *given] if isinstance(item, Sharded)]
 
 
-def check(sample: Sample, mesh: DeviceMesh, placements: Sequence[Sequence[Placement]], want: list[torch.Tensor]) -> None:
+def check(
+    sample: Sample, mesh: DeviceMesh, placements: Sequence[Sequence[Placement]], want: list[torch.Tensor]
+) -> None:
     """Equal to torch on these placements. Raises PlacementError where they are refused."""
     got = actual(sample, mesh, placements)
     assert len(got) == len(want), f"{len(got)} tensors, torch gives {len(want)}"
@@ -101,7 +103,9 @@ def check(sample: Sample, mesh: DeviceMesh, placements: Sequence[Sequence[Placem
             rtol=1e-4,
             atol=sample.atol,
             equal_nan=True,
-            msg=lambda text, index=index: f"tensor {index} with {[list(map(str, p)) for p in placements]}: {text}",
+            msg=lambda text, index=index: (
+                f"tensor {index} with {[list(map(str, p)) for p in placements]}: {text}"
+            ),
         )
 
 

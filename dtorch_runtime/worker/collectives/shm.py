@@ -36,7 +36,9 @@ def read_from_segment(
     segment = reader.map(message.segment)
     ChunkedTensor.check(message.dtype, message.shape, message.total_bytes)
     if message.total_bytes > segment.num_bytes:
-        raise ValueError(f"segment {segment.name} has {segment.num_bytes} bytes, the parcel {message.total_bytes}")
+        raise ValueError(
+            f"segment {segment.name} has {segment.num_bytes} bytes, the parcel {message.total_bytes}"
+        )
     tensor = _view_of(segment, dtype_of(message.dtype), tuple(message.shape))
     finalizer = weakref.finalize(tensor, when_read)
     finalizer.atexit = False

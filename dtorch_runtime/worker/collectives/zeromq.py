@@ -195,7 +195,11 @@ class ZmqNetwork:
             peer.send(encode_data(poison), None, self._ledger)
             return
         num_bytes = value.numel() * value.dtype.itemsize
-        if not (peer.shares_memory and num_bytes >= MIN_BYTES and self._send_segment(peer, place, value, num_bytes)):
+        if not (
+            peer.shares_memory
+            and num_bytes >= MIN_BYTES
+            and self._send_segment(peer, place, value, num_bytes)
+        ):
             self._send_chunks(peer, place, value, num_bytes)
 
     def _send_segment(self, peer: _Peer, place: Place, value: torch.Tensor, num_bytes: int) -> bool:
@@ -350,4 +354,3 @@ class ZmqNetwork:
 
 def _key_of(place: Place) -> ParcelKey:
     return ParcelKey(place.session, place.value_id, place.step, place.device, place.number)
-

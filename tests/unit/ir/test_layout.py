@@ -74,7 +74,9 @@ def test_what_is_no_placement(make):
 
 def test_placements_are_written_as_they_are_read():
     for placement in (Replicate(), Shard(1), Shard(0, unit=4), Partial(), Partial("max")):
-        assert eval(repr(placement), {"Replicate": Replicate, "Shard": Shard, "Partial": Partial}) == placement
+        assert (
+            eval(repr(placement), {"Replicate": Replicate, "Shard": Shard, "Partial": Partial}) == placement
+        )
     texts = [str(p) for p in (Replicate(), Shard(1), Shard(0, 4), Partial(), Partial("max"))]
     assert texts == ["R", "S(1)", "S(0, unit=4)", "P", "P(max)"]
 

@@ -81,7 +81,9 @@ def test_coordinates():
     assert [mesh.coordinate(device) for device in (7, 1, 0, 4, 9)] == [(0, 0), (0, 1), (1, 0), (1, 1), None]
 
 
-GRID = DeviceMesh("cpu", [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]], mesh_dim_names=("pp", "dp", "tp"))
+GRID = DeviceMesh(
+    "cpu", [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]], mesh_dim_names=("pp", "dp", "tp")
+)
 
 
 def test_axes_by_name_and_index():

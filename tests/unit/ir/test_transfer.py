@@ -31,13 +31,17 @@ def follow(step: Step, held: dict[int, Array]) -> dict[int, Array]:
     for device, part in step.parts.items():
         piece = np.full(part.shape, np.nan if part.fill is None else part.fill)
         for item in part.pieces:
-            terms = [held[source.device][tuple(slice(a, b) for a, b in source.box)] for source in item.sources]
+            terms = [
+                held[source.device][tuple(slice(a, b) for a, b in source.box)] for source in item.sources
+            ]
             piece[tuple(slice(a, b) for a, b in item.box)] = _REDUCE[step.reduce](np.stack(terms))
         result[device] = piece
     return result
 
 
-def redistribute(value: Array, source: Layout, target: Layout, rng: random.Random, **options: object) -> Array:
+def redistribute(
+    value: Array, source: Layout, target: Layout, rng: random.Random, **options: object
+) -> Array:
     held = {device: piece.astype(float) for device, piece in take_apart(value, source, rng).items()}
     for step in plan_redistribute(value.shape, source, target, itemsize_bytes=8, **options):
         held = follow(step, held)

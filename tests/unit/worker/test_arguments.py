@@ -37,9 +37,7 @@ CPU = torch.device("cpu")
 CUT = LayoutRecord(1, [PlacementRecord("S", dim=0)])
 
 
-def record(
-    *args: Arg, inputs: int = 0, outputs: int = 1, scalars: int = 0, **kwargs: Arg
-) -> TemplateRecord:
+def record(*args: Arg, inputs: int = 0, outputs: int = 1, scalars: int = 0, **kwargs: Arg) -> TemplateRecord:
     return TemplateRecord(1, "test::op", list(args), kwargs, inputs, outputs, scalars, [1])
 
 
@@ -144,9 +142,7 @@ def test_outputs_that_the_kernel_does_not_make_have_no_id():
     _, mean, rstd = torch.native_layer_norm(x, [3], weight, None, 1e-5)
     blobs: Blobs = {1: torch.ones(2, 3), 2: x, 3: mean, 4: rstd, 5: weight}
     args = (Slot(0), Slot(1), ListArg([3]), Slot(2), Slot(3), Slot(4), None, ListArg([True, False, False]))
-    run(
-        find_kernel("aten::native_layer_norm_backward"), record(*args, inputs=5), blobs, 1, 2, 3, 4, 5, 20
-    )
+    run(find_kernel("aten::native_layer_norm_backward"), record(*args, inputs=5), blobs, 1, 2, 3, 4, 5, 20)
     assert blobs[20].shape == (2, 3)
 
 

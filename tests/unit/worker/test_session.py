@@ -141,7 +141,9 @@ def test_a_template_that_cannot_be_used_fails_each_time(bench, number, message):
     bench.run(number, 0, 10, 22)
     assert [failure.kind for failure in bench.reported] == ["internal", "internal"]
     assert message in bench.failure(20).message
-    assert bench.reported[0].traceback.count("_make_runner") == bench.reported[1].traceback.count("_make_runner")
+    assert bench.reported[0].traceback.count("_make_runner") == bench.reported[1].traceback.count(
+        "_make_runner"
+    )
     assert isinstance(bench.blobs[21], torch.Tensor)
 
 
