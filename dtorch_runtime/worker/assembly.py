@@ -28,10 +28,13 @@ class Term:
     parcel: tuple[int, int]
     index: Index
 
-    def of(self, parcels: Mapping[tuple[int, int], Blob]) -> torch.Tensor:
+    def of(self, parcels: Mapping[tuple[int, int], Blob], torch_device: torch.device) -> torch.Tensor:
+        """The box, on the device that builds of it."""
         tensor = parcels[self.parcel]
         assert isinstance(tensor, torch.Tensor)
-        return tensor if self.index is None else tensor[self.index]
+        if self.index is not None:
+            tensor = tensor[self.index]
+        return tensor if tensor.device == torch_device else tensor.to(torch_device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,16 +64,24 @@ class Recipe:
             blob = parcels[name]
             if type(blob) is Poison:
                 return blob
+        result = self._build(parcels)
+        if result.is_cuda:
+            # Others may write to the parcels once this has returned.
+            torch.cuda.current_stream(result.device).synchronize()
+        return result
+
+    def _build(self, parcels: Mapping[tuple[int, int], Blob]) -> torch.Tensor:
+        here = self.torch_device
         if self.cat_dim is not None:
-            return torch.cat([terms[0].of(parcels) for _, terms in self.pieces], self.cat_dim).contiguous()
+            return torch.cat([terms[0].of(parcels, here) for _, terms in self.pieces], self.cat_dim).contiguous()
         if len(self.pieces) == 1 and self.pieces[0][0] is None:
-            return self._reduced([term.of(parcels) for term in self.pieces[0][1]])
+            return self._reduced([term.of(parcels, here) for term in self.pieces[0][1]])
         result = torch.empty(self.shape, dtype=self.dtype, device=self.torch_device)
         if self.fill is not None:
             result.fill_(self.fill)
         for index, terms in self.pieces:
             target = result if index is None else result[index]
-            tensors = [term.of(parcels) for term in terms]
+            tensors = [term.of(parcels, here) for term in terms]
             target.copy_(tensors[0] if len(tensors) == 1 else self._reduced(tensors))
         return result
 

@@ -35,6 +35,7 @@ from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
+from dtorch_runtime.worker.streams.cuda import CudaStream, require_cuda
 from dtorch_runtime.worker.thread import ThreadShare, Worker
 
 #: What is copied within some microseconds.
@@ -102,6 +103,11 @@ class WorkerExecutor:
         keys: for a data plane that strangers can reach.
         session_key: what messages on the data plane must carry.
         shares_memory: whether agents of one machine exchange large pieces through shared memory.
+
+    Raises:
+        UnsupportedError: CUDA devices are asked for, and there is no CuPy or no GPU.
+        SecurityError: strangers can reach ``data_endpoint`` and there are no keys.
+        TransportError: it cannot be bound.
     """
 
     def __init__(
@@ -117,6 +123,8 @@ class WorkerExecutor:
         session_key: bytes = b"",
         shares_memory: bool = True,
     ) -> None:
+        if device_type == "cuda":
+            require_cuda()
         self._settings = settings
         self._node = node_name
         self._device_type = device_type
@@ -336,7 +344,7 @@ class WorkerExecutor:
 
     def _make_stream(self, torch_device: torch.device) -> Stream:
         if torch_device.type == "cuda":
-            raise InternalError("CUDA devices are not there yet")
+            return CudaStream(torch_device.index)
         return CpuStream(self._settings.collective_timeout_s)
 
     def _ticket(self, entry: _OpenSession, seq: int) -> _Ticket:

@@ -195,7 +195,9 @@ class _StepPlanner:
             contributors=contributors,
             snapshots={device: index_of(box, self._held[device]) for device, box in snapshots.items()},
             remote=tuple((device, number) for device in remote for number in range(len(parcels[device]))),
-            is_parallel=bool(remote) or (num_bytes >= PARALLEL_BYTES and len(receivers) > 1),
+            is_parallel=bool(remote)
+            or any(recipe.torch_device.type != "cpu" for recipe in recipes.values())
+            or (num_bytes >= PARALLEL_BYTES and len(receivers) > 1),
             read_by_others=frozenset(
                 device for device in receivers if any(device in used[r] for r in receivers if r != device)
             ),

@@ -63,6 +63,7 @@ class Group:
     #: Parcels that come from other agents.
     remote: tuple[ParcelName, ...]
     #: Each receiver builds for itself, in parallel; otherwise the last contributor builds for all.
+    #: Kernels of CUDA devices run in the stream of the thread that launches them, so these build for themselves.
     is_parallel: bool
     #: Contributors that receive, and whose memory another receiver of the group reads.
     read_by_others: frozenset[int]

@@ -55,6 +55,8 @@ class ThreadExchange:
         if isinstance(value, torch.Tensor) and device in group.snapshots:
             cut = group.snapshots[device]
             value = (value if cut is None else value[cut]).clone()
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            torch.cuda.current_stream(value.device).synchronize()
         full_key = GroupKey(*key, group.index)
         if group.is_parallel:
             return self._in_parallel(full_key, group, device, value, what)
