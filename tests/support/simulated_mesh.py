@@ -216,7 +216,9 @@ def _convert(sharded: Sharded, layout: Layout, moves_bytes: bool) -> Sharded:
     if not moves_bytes:
         assert all(step.is_local for step in steps), f"{sharded.layout} -> {layout} moves bytes"
     whole = gather(sharded)
-    contiguous = torch.empty_strided(whole.shape, contiguous_stride(whole.shape), dtype=whole.dtype).copy_(whole)
+    contiguous = torch.empty_strided(whole.shape, contiguous_stride(whole.shape), dtype=whole.dtype).copy_(
+        whole
+    )
     return shard(contiguous, layout.mesh, layout.placements)
 
 
