@@ -35,7 +35,6 @@ from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
-from dtorch_runtime.worker.streams.cuda import CudaStream, require_cuda
 from dtorch_runtime.worker.thread import ThreadShare, Worker
 
 #: What is copied within some microseconds.
@@ -124,7 +123,13 @@ class WorkerExecutor:
         shares_memory: bool = True,
     ) -> None:
         if device_type == "cuda":
+            # Loads CuPy, which is optional and heavy.
+            from dtorch_runtime.worker.streams.cuda import CudaStream, require_cuda
+
             require_cuda()
+            self._new_stream: Callable[[torch.device], Stream] = CudaStream
+        else:
+            self._new_stream = partial(CpuStream, settings.collective_timeout_s)
         self._settings = settings
         self._node = node_name
         self._device_type = device_type
@@ -335,17 +340,12 @@ class WorkerExecutor:
         torch_device = self._local[device]
         worker = self._workers.get(device)
         if worker is None:
-            worker = Worker(f"dtorch-{self._node}-{device}", partial(self._make_stream, torch_device), self._share)
+            worker = Worker(f"dtorch-{self._node}-{device}", partial(self._new_stream, torch_device), self._share)
             self._workers[device] = worker
         values = DeviceSession(
             entry.shared, device, torch_device, self._node, self._redistributor, self._report_failure
         )
         entry.devices[device] = (worker, values)
-
-    def _make_stream(self, torch_device: torch.device) -> Stream:
-        if torch_device.type == "cuda":
-            return CudaStream(torch_device.index)
-        return CpuStream(self._settings.collective_timeout_s)
 
     def _ticket(self, entry: _OpenSession, seq: int) -> _Ticket:
         session = entry.shared

@@ -22,7 +22,8 @@ needs_nccl = pytest.mark.skipif(
 
 @gpu
 def test_kernels_run_on_the_stream_and_events_order_streams():
-    first, second = cuda.CudaStream(0), cuda.CudaStream(0)
+    device = torch.device("cuda", 0)
+    first, second = cuda.CudaStream(device), cuda.CudaStream(device)
     with first.activate():
         x = torch.ones(1 << 20, device=first.torch_device) * 3
         event = first.record()
@@ -43,7 +44,7 @@ def test_nccl_among_all_gpus():
 
     def rank_main(rank: int) -> None:
         device = torch.device("cuda", rank)
-        stream = cuda.CudaStream(rank)
+        stream = cuda.CudaStream(device)
         with stream.activate():
             communicator = nccl.NcclCommunicator(num_ranks, unique_id, rank, device)
             source = torch.full((1000,), float(rank), device=device)
@@ -69,7 +70,7 @@ def test_nccl_among_all_gpus():
 def test_without_a_gpu_it_is_said_and_not_crashed():
     assert not nccl.is_available()
     with pytest.raises(UnsupportedError):
-        cuda.CudaStream(0)
+        cuda.CudaStream(torch.device("cuda", 0))
     with pytest.raises(UnsupportedError):
         WorkerExecutor(Settings(), "n0", "cuda", lambda _: None)
     with pytest.raises(UnsupportedError):

@@ -11,6 +11,8 @@ import torch
 from dtorch_runtime.errors import ClusterTimeout, InternalError
 from dtorch_runtime.worker.streams.base import Event
 
+_CPU = torch.device("cpu")
+
 
 class CpuEvent:
     """An event of a CPU stream. Recorded by the worker thread between two kernels, so it is done at once; an event
@@ -40,9 +42,9 @@ class CpuStream:
         wait_timeout_s: longest wait for an event of another stream.
     """
 
-    def __init__(self, wait_timeout_s: float) -> None:
+    def __init__(self, wait_timeout_s: float, torch_device: torch.device = _CPU) -> None:
         self._wait_timeout_s = wait_timeout_s
-        self.torch_device = torch.device("cpu")
+        self.torch_device = torch_device
 
     @contextmanager
     def activate(self) -> Iterator[None]:

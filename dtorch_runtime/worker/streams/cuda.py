@@ -54,16 +54,16 @@ class CudaEvent:
 
 
 class CudaStream:
-    """``Stream`` of the CUDA device ``index`` of this machine. Made and used on the worker's thread.
+    """``Stream`` of a CUDA device of this machine. Made and used on the worker's thread.
 
     Raises:
         UnsupportedError: CuPy is not installed, or it finds no GPU.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, torch_device: torch.device) -> None:
         require_cuda()
-        self.torch_device = torch.device("cuda", index)
-        with cupy.cuda.Device(index):
+        self.torch_device = torch_device
+        with cupy.cuda.Device(torch_device.index):
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._torch_stream = torch.cuda.ExternalStream(self._stream.ptr, device=self.torch_device)
 
