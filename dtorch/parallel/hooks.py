@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -68,9 +70,11 @@ def add_entry_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make calls of ``model`` run on ``mesh``, whatever mesh the caller works on.
 
     Tensors among the arguments, in lists, tuples and dicts too, are brought to the mesh, and those that have the
-    batch as dim 0 are split along its ``dp`` axis. What the model returns goes back to the mesh of the caller's
-    main input, sharded on dim 0 where that was, replicated otherwise.
+    batch as dim 0 are split along its ``dp`` axis. Masks stay whole: models look up rows of them by number, and where
+    they meet what is split each device uses its own rows. What the model returns goes back to the mesh of the
+    caller's main input, sharded on dim 0 where that was, replicated otherwise.
     """
+    names = list(inspect.signature(model.forward).parameters)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         main = _main_input(module, args, kwargs)
@@ -83,10 +87,14 @@ def add_entry_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
         guard.__enter__()
         _frames.open.append((id(module), caller, guard))
 
-        def bring(tensor: torch.Tensor) -> torch.Tensor:
-            return _bring(tensor, mesh, caller.batch)
+        def bring(name: str, value: Any) -> Any:
+            rows = None if "mask" in name else batch
+            return map_tensors(lambda tensor: _bring(tensor, mesh, rows), value)
 
-        return map_tensors(bring, args), map_tensors(bring, kwargs)
+        return (
+            tuple(map(bring, itertools.chain(names, itertools.repeat("")), args)),
+            {name: bring(name, value) for name, value in kwargs.items()},
+        )
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         # Also called when the forward raised, and then even if `enter` never ran because a hook before it raised.
