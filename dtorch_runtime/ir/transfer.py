@@ -118,11 +118,7 @@ def plan_redistribute(
     shape = tuple(shape)
     nodes = node_of or {}
     same_mesh = source.mesh.devices == target.mesh.devices and source.mesh.shape == target.mesh.shape
-    kept = frozenset(
-        axis
-        for axis, placement in enumerate(source.placements)
-        if same_mesh and isinstance(placement, Partial) and target.placements[axis] == placement
-    )
+    kept = _kept_partial(source, target) if same_mesh else frozenset()
     whole_target = _without_new_partial(target, kept)
     steps: list[Step] = []
     current = source
@@ -144,6 +140,22 @@ def plan_redistribute(
     if whole_target != target:
         steps.append(_spread_partial(shape, whole_target, target))
     return tuple(steps)
+
+
+def _kept_partial(source: Layout, target: Layout) -> frozenset[int]:
+    """Partial axes of both that stay as they are.
+
+    Inner axes are reduced first: the maximum of sums is not the sum of maxima. So an axis stays partial only while
+    every axis before it that is made or resolved here has the same op.
+    """
+    kept = set()
+    changing: set[ReduceOp] = set()
+    for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if isinstance(old, Partial) and old == new and changing <= {old.op}:
+            kept.add(axis)
+        else:
+            changing |= {p.op for p in (old, new) if isinstance(p, Partial)}
+    return frozenset(kept)
 
 
 def _without_new_partial(target: Layout, kept: frozenset[int]) -> Layout:

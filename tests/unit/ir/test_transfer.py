@@ -117,3 +117,13 @@ def test_sends_are_the_parts_seen_from_the_sources():
             assert (source.device, source.box) == (device, send.box)
     assert not step.is_local
     assert step.devices == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("inner", ["sum", "prod"])
+@pytest.mark.parametrize("source_outer", [Partial("max"), Partial("prod"), Replicate()])
+@pytest.mark.parametrize("target_outer", [Partial("prod"), Replicate()])
+def test_ops_that_do_not_commute_are_reduced_inner_axis_first(source_outer, target_outer, inner, rng):
+    mesh = DeviceMesh("cpu", [[2, 1, 0], [3, 4, 5]])
+    source, target = layout(mesh, source_outer, Partial(inner)), layout(mesh, target_outer, Partial(inner))
+    value = np.arange(1, 7).reshape(2, 3)
+    np.testing.assert_array_equal(redistribute(value, source, target, rng), value)
