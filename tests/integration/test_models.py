@@ -133,6 +133,29 @@ def test_tied_weights_stay_one_tensor_and_are_trained_as_one() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["tp=2", "dp=2", "dp=2 x tp=2, tp across nodes"])
+def test_gradients_of_a_training_step_are_those_of_plain_torch(name: str) -> None:
+    ids = prompt(batch=2)
+    expected = tiny_llama()
+    expected_loss = expected(input_ids=ids, labels=ids).loss
+    expected_loss.backward()
+    model = dtorch.parallelize(tiny_llama(), mesh_of(name))
+    remote = ids.to("dtorch")
+    loss = model(input_ids=remote, labels=remote).loss
+    loss.backward()
+    torch.testing.assert_close(loss.detach().cpu(), expected_loss.detach())
+    for (key, parameter), reference in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert parameter.grad is not None, key
+        assert parameter.grad.shape == reference.shape
+        torch.testing.assert_close(
+            parameter.grad.cpu(),
+            reference.grad,
+            rtol=1e-3,
+            atol=1e-5,
+            msg=lambda text, key=key: f"{key}: {text}",
+        )
+
+
 # ---- weights from files ----
 
 
