@@ -15,6 +15,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from dtorch import autocast, engine, random
 from dtorch.dispatch import KEPT_WHOLE, dispatch
+from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
 from dtorch.tensors import Tensor
 
@@ -82,16 +83,25 @@ def _maker(func: Any) -> Any:
 
 
 def _whole(func: Any) -> Any:
-    """One op when no gradient is wanted; with gradients torch's own decomposition, whose parts have derivatives."""
+    """One op when no gradient is wanted; else products with our derivatives, others as torch decomposes them."""
+    differentiable = DIFFERENTIABLE.get(func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
         ):
+            if differentiable is not None:
+                return differentiable(*_positional(func, args, kwargs))
             return func._op_dk(_COMPOSITE, *args, **kwargs)
         return dispatch(Tensor, func, (), args, kwargs)
 
     return call
+
+
+def _positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments in the order of the schema, defaults filled in."""
+    rest = func._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(a.name, a.default_value) for a in rest)]
 
 
 def _use_foreach_optimizers() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dtorch.rules.call import Call
 from dtorch.rules.equation import Code, Equation, Mismatch, Signature, code, signatures
+from dtorch.spec import Spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
 
@@ -13,9 +14,11 @@ from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
 MAX_SIGNATURES = 24
 
 
-def given(call: Call) -> str:
+def given(call: Call, only: Sequence[int] | None = None) -> str:
     """The inputs of a call by parameter name, one line each."""
-    return "\n".join(f"    {name}: {spec}" for name, spec in zip(input_names(call), call.inputs, strict=True))
+    names = input_names(call)
+    chosen = range(len(names)) if only is None else only
+    return "\n".join(f"    {names[i]}: {call.inputs[i]}" for i in chosen)
 
 
 def input_names(call: Call) -> list[str]:
@@ -31,8 +34,14 @@ def input_names(call: Call) -> list[str]:
     return names
 
 
-def refused(call: Call, reason: str, signatures: Sequence[str], fix: str | None = None) -> PlacementError:
-    """No signature fits: ``reason`` says which rule was broken, ``fix`` what to write."""
+def refused(
+    call: Call,
+    reason: str,
+    signatures: Sequence[str],
+    fix: str | None = None,
+    only: Sequence[int] | None = None,
+) -> PlacementError:
+    """No signature fits: ``reason`` says what was broken, ``fix`` what to write, ``only`` which inputs to show."""
     listed = list(dict.fromkeys(signatures))
     lines = [f"    {line}" for line in listed[:MAX_SIGNATURES]]
     if len(listed) > MAX_SIGNATURES:
@@ -40,9 +49,9 @@ def refused(call: Call, reason: str, signatures: Sequence[str], fix: str | None 
     allowed = "\n".join(lines) or "    every input Replicate()"
     return PlacementError(
         f"{call.op} cannot run on these placements: {reason}\n"
-        f"  given:\n{given(call)}\n"
+        f"  given:\n{given(call, only)}\n"
         f"  allowed along each mesh axis (inputs -> outputs):\n{allowed}\n"
-        f"  write: {fix or replicate_fix(call)}"
+        f"  write: {fix or replicate_fix(call, only)}"
     )
 
 
@@ -63,14 +72,15 @@ def redistribute(name: str, placements: Sequence[Placement]) -> str:
     return f"{name}.redistribute(placements=[{', '.join(f'dtorch.{p!r}' for p in placements)}])"
 
 
-def replicate_fix(call: Call) -> str:
+def replicate_fix(call: Call, only: Sequence[int] | None = None) -> str:
     """Replicate each input that is not."""
-    fixes = [
-        f"{name}.redistribute(placements=[{', '.join(['dtorch.Replicate()'] * len(spec.layout.placements))}])"
-        for name, spec in zip(input_names(call), call.inputs, strict=True)
-        if not spec.layout.is_replicated
-    ]
-    return "; ".join(fixes)
+    names = input_names(call)
+    chosen = range(len(names)) if only is None else only
+    return "; ".join(
+        redistribute(names[i], [Replicate()] * len(call.inputs[i].layout.placements))
+        for i in chosen
+        if not call.inputs[i].layout.is_replicated
+    )
 
 
 def show(call: Call, signature: Signature) -> str:
@@ -113,8 +123,13 @@ def mismatch(call: Call, equation: Equation, found: Mismatch) -> PlacementError:
 
 def cheapest_fix(call: Call, equation: Equation, axis: int) -> str | None:
     """The redistributions that reach the nearest signature along one axis, by an estimate of bytes moved."""
-    num_ranks = call.inputs[0].layout.mesh.shape[axis]
-    given = [code(spec.layout.placements[axis]) for spec in call.inputs]
+    return fix_of(input_names(call), call.inputs, equation, axis)
+
+
+def fix_of(names: Sequence[str], inputs: Sequence[Spec], equation: Equation, axis: int) -> str | None:
+    """``cheapest_fix`` for these inputs of a call."""
+    num_ranks = inputs[0].layout.mesh.shape[axis]
+    given = [code(spec.layout.placements[axis]) for spec in inputs]
     best: tuple[float, int, Signature] | None = None
     for signature in signatures(equation):
         if any(given[i] != signature.inputs[i] for i in equation.fixed if equation.inputs[i] is not None):
@@ -122,7 +137,7 @@ def cheapest_fix(call: Call, equation: Equation, axis: int) -> str | None:
         pairs = list(zip(given, signature.inputs, strict=True))
         moved = sum(
             _cost(have, want, num_ranks) * spec.num_bytes
-            for (have, want), spec in zip(pairs, call.inputs, strict=True)
+            for (have, want), spec in zip(pairs, inputs, strict=True)
         )
         changes = sum(have != want for have, want in pairs)
         if changes and (best is None or (moved, changes) < best[:2]):
@@ -130,7 +145,7 @@ def cheapest_fix(call: Call, equation: Equation, axis: int) -> str | None:
     if best is None:
         return None
     fixes = []
-    for name, spec, have, want in zip(input_names(call), call.inputs, given, best[2].inputs, strict=True):
+    for name, spec, have, want in zip(names, inputs, given, best[2].inputs, strict=True):
         if have != want:
             placements = list(spec.layout.placements)
             placements[axis] = _placement(want)

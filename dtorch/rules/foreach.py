@@ -22,6 +22,8 @@ class ForeachRule:
     """Pointwise on each position of the lists; ``terms`` as in an equation, by the order of the operands."""
 
     terms: tuple[tuple[int, ...], ...] = ()
+    #: Whether a number among the arguments is a term of the sum (and not a factor).
+    adds_numbers: bool = False
     always: bool = False
 
     def plan(self, call: Call) -> OpPlan:
@@ -55,7 +57,7 @@ class ForeachRule:
         ndim = max(map(len, (d for d in dims if d is not None)))
         out: Dims = tuple(f"~{i}" for i in range(ndim, 0, -1))
         present = tuple(found for term in self.terms if (found := tuple(i for i in term if i < len(inputs))))
-        linear = not (len(self.terms) > 1 and _adds_number(call))
+        linear = not (self.adds_numbers and _has_number(call))
         written = {i for i, index in enumerate(indices) if index in call.written}
         return Equation(
             inputs=tuple(dims),
@@ -72,7 +74,7 @@ class ForeachRule:
         return [str(s.inputs) for s in signatures(self._equation(call, indices))]
 
 
-def _adds_number(call: Call) -> bool:
+def _has_number(call: Call) -> bool:
     return any(call.has(name) and call.get(name) is not None for name in ("scalar", "scalars"))
 
 
@@ -96,10 +98,12 @@ def _at(call: Call, position: int) -> list[int]:
 def _refused(
     call: Call, position: int, indices: list[int], equation: Equation, mismatch: Mismatch
 ) -> Exception:
-    names = explain.input_names(call)
-    reason = mismatch.reason.format(*(names[i] for i in indices))
-    shown = [explain.show_codes([names[i] for i in indices], s) for s in signatures(equation)]
-    return explain.refused(call, f"at position {position} of the lists, {reason}", shown)
+    names = [explain.input_names(call)[i] for i in indices]
+    inputs = [call.inputs[i] for i in indices]
+    shown = [explain.show_codes(names, s) for s in signatures(equation)]
+    fix = explain.fix_of(names, inputs, equation, mismatch.axis)
+    reason = mismatch.reason.format(*names)
+    return explain.refused(call, f"at position {position} of the lists, {reason}", shown, fix, indices)
 
 
 def _metas(call: Call) -> Metas:
@@ -125,13 +129,13 @@ def _foreach_shape(call: Call) -> Metas | None:
     return (tuple(metas),)
 
 
-def _foreach(names: str, linear: str = "") -> None:
+def _foreach(names: str, linear: str = "", *, adds_numbers: bool = False) -> None:
     full = full_names(" ".join(f"_foreach_{name} _foreach_{name}_" for name in names.split()))
-    register(full, ForeachRule(parse_terms(linear)))
+    register(full, ForeachRule(parse_terms(linear), adds_numbers))
     register_shape(full, _foreach_shape)
 
 
-_foreach("add sub", "a+b")
+_foreach("add sub", "a+b", adds_numbers=True)
 _foreach("mul", "a*b")
 _foreach("div", "a")
 _foreach("neg zero", "a")

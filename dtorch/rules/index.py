@@ -35,7 +35,7 @@ def _rows_from_a_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | N
 
 
 rule("embedding", "vd,...->...d", linear="a", specialize=_rows_from_a_piece, shape=_embedding_shape)
-rule("embedding_dense_backward", "...d,...->vd", linear="a")
+rule("embedding_dense_backward", "...d,...->vd", linear="a", slices="b")
 
 
 # ------------------------------------------------------------------------------------------------- along a dim

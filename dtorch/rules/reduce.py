@@ -176,11 +176,16 @@ def _along(call: Call) -> str:
     return LETTERS[dim] if dim is not None and ndim else ""
 
 
+_SAFE = "aten::_safe_softmax"
+
+
 def _contiguous_same(call: Call) -> tuple[TensorMeta] | None:
     spec = call.inputs[0]
     if not is_contiguous(spec.shape, spec.stride) or wrap(call.get("dim"), len(spec.shape)) is None:
         return None
-    if call.has("half_to_float") and call.get("half_to_float"):
+    if (call.has("half_to_float") and call.get("half_to_float")) or (
+        call.op.base == _SAFE and call.get("dtype")
+    ):
         return None
     return (TensorMeta(spec.shape, contiguous_stride(spec.shape), spec.dtype),)
 
@@ -197,7 +202,7 @@ def _scan_shape(call: Call) -> Metas | None:
 rule("cumsum", _same, linear="a", whole=_along, shape=_scan_shape)
 rule("cumprod logcumsumexp", _same, whole=_along)
 rule("cummax cummin", _same_pair, whole=_along)
-rule("_softmax _log_softmax", _same, whole=_along, shape=_contiguous_same)
+rule("_softmax _log_softmax _safe_softmax", _same, whole=_along, shape=_contiguous_same)
 rule("sort topk", _same_pair, whole=_along)
 rule("argsort", _same, whole=_along)
 

@@ -181,6 +181,7 @@ REDUCE = [
     call(aten.cumsum.default, real(4, 5), 1),
     call(aten.cumprod.default, real(4, 5), 0),
     call(aten._softmax.default, real(4, 5), -1, False),
+    call(aten._safe_softmax.default, real(4, 5), -1),
     call(aten._log_softmax.default, real(4, 5), 0, False),
     call(aten._softmax_backward_data.default, real(4, 5), real(4, 5).softmax(-1), -1, torch.float32),
     call(aten._log_softmax_backward_data.default, real(4, 5), real(4, 5).log_softmax(-1), -1, torch.float32),

@@ -1,0 +1,88 @@
+"""Derivatives of products that stay one op.
+
+Torch decomposes ``linear`` and ``matmul`` into views and ``mm`` before it differentiates them. A view that merges
+batch with heads has no placement when heads are cut, so here the products stay whole and their derivatives are
+written with products that do too. These are differentiable again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtorch_runtime.errors import PlacementError
+
+aten = torch.ops.aten
+
+
+class _Matmul(torch.autograd.Function):
+    """left: (k) or (..., m, k); right: (k) or (..., k, n); batch dims are broadcast. Global shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(left, right)
+        result: torch.Tensor = aten.matmul.default(left, right)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        left, right = ctx.saved_tensors
+        rows = left if left.ndim > 1 else left.unsqueeze(0)
+        columns = right if right.ndim > 1 else right.unsqueeze(1)
+        if right.ndim == 1:
+            gradient = gradient.unsqueeze(-1)
+        if left.ndim == 1:
+            gradient = gradient.unsqueeze(-2)
+        of_left = of_right = None
+        if ctx.needs_input_grad[0]:
+            of_left = _product(gradient, columns.mT, rows.shape)
+            of_left = of_left if left.ndim > 1 else of_left.squeeze(0)
+        if ctx.needs_input_grad[1]:
+            of_right = _product(rows.mT, gradient, columns.shape)
+            of_right = of_right if right.ndim > 1 else of_right.squeeze(1)
+        return of_left, of_right
+
+
+class _Linear(torch.autograd.Function):
+    """x: (..., k), weight: (n, k), bias: (n) or None. Global shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        result: torch.Tensor = aten.linear.default(x, weight, bias)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.matmul(gradient, weight)
+        if ctx.needs_input_grad[1]:
+            rows, given = (t if t.ndim > 1 else t.unsqueeze(0) for t in (gradient, x))
+            of_weight = _product(rows.mT, given, weight.shape)
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.sum(dim=tuple(range(gradient.ndim - 1))) if gradient.ndim > 1 else gradient
+        return of_x, of_weight, of_bias
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """``left @ right``, summed over the batch dims that ``shape`` lacks."""
+    if len(shape) == 2 and left.ndim == right.ndim > 2 and left.shape[:-2] == right.shape[:-2]:
+        folded = _folded(left, right)
+        if folded is not None:
+            return folded
+    return torch.matmul(left, right).sum_to_size(shape)
+
+
+def _folded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """The sum over batches as one product of long matrices; None where the cuts do not survive the folding."""
+    try:
+        return left.mT.flatten(0, -2).mT @ right.flatten(0, -2)
+    except PlacementError:
+        return None
+
+
+#: The op with a derivative, by the op that stays whole.
+DIFFERENTIABLE: dict[Any, Any] = {aten.matmul.default: _Matmul.apply, aten.linear.default: _Linear.apply}
