@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dtorch
+from dtorch import connection
 from dtorch.graph import FREE_BATCH
 from dtorch_runtime.errors import ClusterTimeout, ControllerLost, SessionClosed
 from dtorch_runtime.testing.wait import wait_until
@@ -152,6 +153,16 @@ def test_what_an_ended_thread_dropped_is_freed() -> None:
         wait_until(lambda: values[0] in controller.freed(), "the value of the ended thread to be freed")
 
 
+def test_what_an_idle_program_drops_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_IDLE_WAIT_S", 0.01)
+    with scripted_session(batch_age_s=0.001) as controller:
+        x = dtorch.ones(2)
+        value = x._handle.value_id
+        wait_until(lambda: controller.messages(Ops), "the op to leave")
+        del x
+        wait_until(lambda: value in controller.freed(), "the dropped value to be freed, though no op follows")
+
+
 def test_each_thread_has_a_graph_and_any_thread_may_use_any_tensor(controller: Controller) -> None:
     shared = dtorch.ones(2)
     graphs: list[dtorch.Graph] = []
@@ -242,7 +253,7 @@ def test_issuing_waits_for_credits() -> None:
 def test_without_progress_issuing_fails_and_says_for_what_it_waited() -> None:
     limits = {"batch_ops": 10, "max_outstanding_ops": 20, "wait_timeout_s": 0.05}
     with scripted_session(batch_age_s=3600.0, **limits) as controller:
-        with pytest.raises(ClusterTimeout, match="room for more ops.*20 ops and 0 bytes are outstanding"):
+        with pytest.raises(ClusterTimeout, match=r"room for more ops.*20 ops and 0 bytes are outstanding"):
             issue_many(100)
         assert len(controller.ops()) == 20
 
@@ -281,7 +292,7 @@ def test_a_closed_session_refuses_everything(controller: Controller) -> None:
     controller.session.close()
     assert [type(message) for message, _ in controller.link.sent][-1] is ClientBye
     for use in (lambda: x + 1, x.to_torch, lambda: x.graph.sync(), waiting.get, lambda: x.item()):
-        with pytest.raises(SessionClosed, match="closed by dtorch.shutdown"):
+        with pytest.raises(SessionClosed, match=r"closed by dtorch\.shutdown"):
             use()
 
 
