@@ -130,7 +130,9 @@ def _layer_norm_shape(call: Call) -> Metas | None:
         or not is_contiguous(spec.shape, spec.stride)
     ):
         return None
-    if any(given.dtype is not torch.float32 for given in call.inputs):
+    if spec.dtype not in (torch.float32, torch.float64) or any(
+        g.dtype is not spec.dtype for g in call.inputs
+    ):
         return None
     if any(given.shape != normalized for given in call.inputs[1:]):
         return None

@@ -30,7 +30,6 @@ class Sample:
     make: Callable[[], tuple[Any, ...]]
     kwargs: dict[str, Any] = field(default_factory=dict)
     moves_bytes: bool = False
-    atol: float = 1e-5
     #: Signatures that the table claims in general and that do not hold for these sizes.
     except_for: Callable[[Signature], bool] = lambda signature: False
     name: str = ""
@@ -101,7 +100,7 @@ def check(
             mine,
             theirs,
             rtol=1e-4,
-            atol=sample.atol,
+            atol=1e-5,
             equal_nan=True,
             msg=lambda text, index=index: (
                 f"tensor {index} with {[list(map(str, p)) for p in placements]}: {text}"
