@@ -69,6 +69,8 @@ _HOMES = {
     "Graph": "dtorch.graph",
     "parallelize": "dtorch.parallel",
 }
+#: Packages of public names, which need no import of their own: ``dtorch.parallel.describe``.
+_SUBPACKAGES = frozenset(("parallel",))
 #: Modules that do not import torch.
 _WITHOUT_TORCH = frozenset(
     (
@@ -143,14 +145,15 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
+    home = f"dtorch.{name}" if name in _SUBPACKAGES else _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
     if "torch" not in sys.modules and home not in _WITHOUT_TORCH:
         if name in _STARTING:
             importlib.import_module("dtorch.cluster").start_ahead()
         importlib.import_module("torch")  # by itself, so that the device is registered right after it
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    module = importlib.import_module(home)
+    value = globals()[name] = module if name in _SUBPACKAGES else getattr(module, name)
     return value
 
 

@@ -77,7 +77,7 @@ def add_entry_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
     names = list(inspect.signature(model.forward).parameters)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        main = _main_input(module, args, kwargs)
+        main = find_main_input(module, args, kwargs)
         batch = main.shape[0] if main is not None and main.ndim else None
         if isinstance(main, Tensor):
             caller, graph = _Caller(main.device_mesh, main.placements, batch), main.graph
@@ -128,7 +128,10 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     return tree
 
 
-def _main_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def find_main_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """The argument that says how many rows the batch has: by name, else the first tensor with several dims."""
     names = (getattr(module, "main_input_name", _MAIN_INPUTS[0]), *_MAIN_INPUTS)
     given = [*args, *(kwargs[name] for name in names if name in kwargs), *kwargs.values()]
     tensors = [value for value in given if isinstance(value, torch.Tensor)]

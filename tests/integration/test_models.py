@@ -88,6 +88,37 @@ def test_variants_give_the_logits_of_plain_torch(overrides: dict[str, Any]) -> N
     torch.testing.assert_close(output.logits.cpu(), expected.logits.detach(), rtol=1e-4, atol=1e-5)
 
 
+class Perceptron(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(6, 10)
+        self.down = torch.nn.Linear(10, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"up": "colwise", "down": "rowwise"},
+        {"up": "colwise_gather_output", "down": "rowwise_split_input"},
+        {"up": "colwise_gather_output", "down": "replicate"},
+        {"up": [dtorch.Replicate(), dtorch.Shard(0)], "down": "rowwise"},
+    ],
+    ids=str,
+)
+def test_any_module_runs_under_a_plan_of_its_own(plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = Perceptron()
+    x = torch.randn(5, 6)
+    model = dtorch.parallelize(copy.deepcopy(plain), mesh_of("dp=2 x tp=2, a copy on each node"), plan)
+    result = model(x)
+    assert list(result.placements) == [dtorch.Replicate(), dtorch.Replicate()]
+    torch.testing.assert_close(result.detach().cpu(), plain(x).detach())
+
+
 def test_outputs_come_back_to_the_mesh_and_placements_of_the_caller() -> None:
     mesh = mesh_of("dp=2 x tp=2, a copy on each node")
     model = dtorch.parallelize(tiny_llama(), mesh)
