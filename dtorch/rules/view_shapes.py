@@ -215,8 +215,9 @@ def cat(call: Call) -> Metas | None:
     for spec in used:
         if len(spec.shape) != len(first.shape) or (*spec.shape[:dim], *spec.shape[dim + 1 :]) != rest:
             return None
-        if spec.stride != contiguous_stride(spec.shape):
-            return None
+    # The result is row-major unless every input is laid out with channels last.
+    if len(first.shape) in (4, 5) and all(spec.stride[1] <= spec.stride[-1] for spec in used):
+        return None
     size = sum(spec.shape[dim] for spec in used)
     shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
     return (TensorMeta(shape, contiguous_stride(shape), first.dtype),)

@@ -70,6 +70,36 @@ def test_second_derivatives(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(x.grad.to_torch(), want[0].grad)  # type: ignore[union-attr]  # it has one
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+        (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+        (torch.optim.AdamW, {"lr": 0.1}),
+        (torch.optim.RMSprop, {"lr": 0.1}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+    ],
+)
+def test_optimizers_step_on_pieces(
+    mesh: DeviceMesh, make: Any, options: dict[str, Any], foreach: bool
+) -> None:
+    """State is held as the parameter is: nothing moves in a step."""
+    start, gradients = torch.randn(5, 3), torch.randn(3, 5, 3)
+    plain = start.clone().requires_grad_()
+    cut = leaf(start, mesh, Shard(0))
+    for parameter in (plain, cut):
+        optimizer = make([parameter], foreach=foreach, **options)
+        for gradient in gradients:
+            if parameter is cut:
+                parameter.grad = dtorch.from_torch(gradient, device_mesh=mesh, placements=[Shard(0)])
+            else:
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    assert cut.placements == (Shard(0),)
+    torch.testing.assert_close(cut.detach().to_torch(), plain.detach())
+
+
 def reduce_gradient(parameter: Any) -> None:
     """Hold the gradient as the parameter is held; terms of a partial sum all have the gradient of the sum."""
     placements = [R if isinstance(p, Partial) else p for p in parameter.placements]

@@ -191,3 +191,25 @@ def test_views_have_the_strides_of_torch(rng: Any) -> None:
         longer = [d for d, n in enumerate(want.shape) if n != 1]
         assert [meta.stride[d] for d in longer] == [want.stride(d) for d in longer]
     assert num_refused
+
+
+def test_joined_tensors_have_the_strides_of_torch(rng: Any) -> None:
+    for _ in range(200):
+        ndim = rng.randint(1, 5)
+        shape = [rng.choice([1, 2, 3]) for _ in range(ndim)]
+        dim = rng.randrange(ndim)
+        tensors = []
+        for _ in range(rng.choice([1, 2])):
+            order = rng.sample(range(ndim), ndim)
+            sizes = [rng.choice([1, 2]) if d == dim else n for d, n in enumerate(shape)]
+            tensors.append(
+                torch.empty([sizes[d] for d in order]).permute([order.index(d) for d in range(ndim)])
+            )
+        want = torch.cat(tensors, dim)
+        (meta,) = shapes.infer(Call(op_of(aten.cat.default), ([spec_of(t) for t in tensors], dim), {}))
+        assert isinstance(meta, shapes.TensorMeta)
+        assert meta.shape == tuple(want.shape)
+        longer = [d for d, n in enumerate(want.shape) if n != 1]
+        assert [meta.stride[d] for d in longer] == [want.stride(d) for d in longer], [
+            t.stride() for t in tensors
+        ]
