@@ -111,11 +111,6 @@ def _rms_norm(call: Call) -> str:
     return f"...{names},{names}->...{names},...{ones}"
 
 
-def _rms_norm_backward(call: Call) -> str:
-    names, ones = _normalized(call)
-    return f"...{names},...{names},...{ones},{names}->...{names},{names}"
-
-
 def _norm_dims(call: Call) -> str:
     return _normalized(call)[0]
 
@@ -145,7 +140,6 @@ def _layer_norm_shape(call: Call) -> Metas | None:
 rule("native_layer_norm", _layer_norm, whole=_norm_dims, shape=_layer_norm_shape)
 rule("native_layer_norm_backward", _layer_norm_backward, linear="a", whole=_norm_dims)
 rule("_fused_rms_norm", _rms_norm, whole=_norm_dims)
-rule("_fused_rms_norm_backward", _rms_norm_backward, linear="a", whole=_norm_dims)
 
 
 # ------------------------------------------------------------------------------------------------- losses

@@ -101,8 +101,8 @@ def _fills_with_zero(call: Call) -> bool:
 # Linear
 pointwise("add sub rsub", linear="a+b", linear_if=_no_number)
 pointwise("mul", linear="a*b")
-pointwise("div true_divide", linear="a", linear_if=_true_division, result="floating")
-pointwise("neg negative", linear="a")
+pointwise("div", linear="a", linear_if=_true_division, result="floating")
+pointwise("neg", linear="a")
 pointwise("lerp", linear="a+b")
 pointwise("addcmul", linear="a+b*c")
 pointwise("addcdiv", linear="a+b", result="floating")
@@ -120,9 +120,9 @@ pointwise("copy_", converts="b", result="first")
 
 # Not linear: one tensor
 pointwise(
-    "abs absolute sign sgn relu relu6 silu gelu mish elu celu selu softplus hardtanh hardswish hardsigmoid leaky_relu "
+    "abs sign sgn relu relu6 silu gelu mish elu celu selu softplus hardtanh hardswish hardsigmoid leaky_relu "
     "hardshrink softshrink threshold ceil floor round trunc frac square bitwise_not clamp clamp_min clamp_max "
-    "nan_to_num positive log_sigmoid"
+    "nan_to_num"
 )
 pointwise(
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh "
@@ -130,7 +130,7 @@ pointwise(
     "special_ndtri special_log_ndtr special_entr deg2rad rad2deg",
     result="floating",
 )
-pointwise("isnan isinf isfinite isposinf isneginf signbit logical_not", result="bool")
+pointwise("isnan isinf isposinf isneginf signbit logical_not", result="bool")
 
 # Not linear: two tensors
 pointwise(
@@ -172,7 +172,7 @@ def _keeps_sums(call: Call) -> bool:
     return dtype is given or dtype.is_complex or (dtype.is_floating_point and not given.is_complex)
 
 
-rule("clone contiguous _conj _conj_physical", "...->...", moves="a", shape=_copy_shape)
+rule("clone _conj _conj_physical", "...->...", moves="a", shape=_copy_shape)
 rule("_to_copy", "...->...", linear="a", linear_if=_keeps_sums, shape=_copy_shape)
 rule("fill_.Scalar", "...->...", shape=lambda call: _target(call))
 rule("fill_.Tensor", "...,->...", shape=lambda call: _target(call))

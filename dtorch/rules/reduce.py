@@ -204,7 +204,6 @@ rule("cumprod logcumsumexp", _same, whole=_along)
 rule("cummax cummin", _same_pair, whole=_along)
 rule("_softmax _log_softmax _safe_softmax", _same, whole=_along, shape=_contiguous_same)
 rule("sort topk", _same_pair, whole=_along)
-rule("argsort", _same, whole=_along)
 
 
 def _softmax_backward(call: Call) -> str:

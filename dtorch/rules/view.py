@@ -82,7 +82,7 @@ class ViewRule:
         return explain.redistribute("self", placements)
 
 
-_VIEWS = full_names("view.default _unsafe_view reshape _reshape_copy view_copy.default")
+_VIEWS = full_names("view.default _unsafe_view _reshape_copy view_copy.default")
 register(_VIEWS, ViewRule())
 register_shape(["aten::view.default", "aten::_unsafe_view"], shape.view)
 
@@ -306,6 +306,6 @@ def _join(call: Call, new_dim: bool) -> Equation | None:
     )
 
 
-register(full_names("cat concat"), EquationRule(lambda call: _join(call, new_dim=False)))
+register(full_names("cat"), EquationRule(lambda call: _join(call, new_dim=False)))
 register(full_names("stack"), EquationRule(lambda call: _join(call, new_dim=True)))
 register_shape(["aten::cat"], shape.cat)

@@ -149,7 +149,9 @@ def claimed(sample: Sample, mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
     found = []
     for signature in signatures(equation):
         can_be_made = all(
-            not isinstance(coded, str) or t.dtype.is_floating_point or coded in ("max", "min")
+            not isinstance(coded, str)
+            or t.dtype.is_floating_point
+            or (coded in ("max", "min") and not t.dtype.is_complex)
             for coded, t in zip(signature.inputs, tensors, strict=True)
         )
         if can_be_made and not sample.except_for(signature):
