@@ -1,4 +1,4 @@
-"""``Session``: the shell around ``SessionState``. One link, one I/O thread; user threads send by themselves."""
+"""``Session``: the shell around ``SessionState``. One link, one thread; user threads send by themselves."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dtorch.future import ClusterFuture, SyncFuture, TensorFuture
 from dtorch.graph import DEFAULT_AXIS, Graph, Handle
 from dtorch.location import describe
 from dtorch.meshes import mesh_id
+from dtorch.receiving import Receiver
 from dtorch.session import (
     Action,
     ControllerGone,
@@ -52,14 +53,14 @@ from dtorch_runtime.wire.messages import (
     DefineMesh,
     DefineTemplates,
     Fetch,
+    NodeJoined,
     Ops,
     Upload,
     Welcome,
 )
 from dtorch_runtime.wire.records import FailureRecord, NodeRecord, TemplateRecord
 
-#: How long the I/O thread sleeps when there are no ops to watch: dropping a value wakes nobody, so this is how long the
-#: cluster keeps a value that an idle program has dropped, in seconds.
+#: How long the session's thread sleeps at most, in seconds: dropping a value wakes nobody, and an idle program may do it.
 _IDLE_WAIT_S = 1.0
 _logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Session:
         #: Why the session is over: makes the error that every later use raises.
         self._end: Callable[[], DTorchError] | None = None
         self._local = threading.local()
+        self._receiver = Receiver(link, self._receive_all)
         #: Whether the I/O thread sleeps without watching the age of batches.
         self._is_idle = False
         self._is_stopping = False
@@ -221,6 +223,7 @@ class Session:
         if self._end is None and self._state.has_room(num_ops, num_bytes):
             return
         limit_s = self.settings.wait_timeout_s
+        self._receiver.need()
         with self._changed:
             state = self._state
             seen, deadline_s = state.acknowledged_seq, time.monotonic() + limit_s
@@ -293,14 +296,19 @@ class Session:
 
     # ---- waiting ----
 
+    @property
+    def wait_timeout_s(self) -> float:
+        """The longest wait when none is given, in seconds."""
+        return self.settings.wait_timeout_s
+
     def fetch(self, handle: Handle, spec: Spec) -> TensorFuture:
         """Ask for a value. Everything that its graph has issued is sent first."""
         handle.graph.flush()
-        gathering = plan_gathering(spec.shape, spec.layout, spec.dtype.itemsize)
+        gathering = plan_gathering(spec)
         future = TensorFuture(
             spec,
             lambda: f"the value of {handle.origin} issued at {describe(handle.location)}",
-            self.settings.wait_timeout_s,
+            self,
         )
         with self._changed:
             self.check_open()
@@ -313,7 +321,7 @@ class Session:
 
     def sync_after(self, seq: int, what: str) -> SyncFuture:
         """Ready when the messages up to ``seq`` have been run everywhere."""
-        future = SyncFuture(lambda: what, self.settings.wait_timeout_s, self.raise_unfetched)
+        future = SyncFuture(lambda: what, self, self.raise_unfetched)
         with self._changed:
             self.check_open()
             sync_id, actions = self._state.start_sync(seq)
@@ -358,19 +366,30 @@ class Session:
                 self._is_idle = not self._flush_old()
                 if self._is_idle and self._any_batch():  # begun between the two, and nobody will wake us
                     self._is_idle = False
-                messages = self._link.receive(_IDLE_WAIT_S if self._is_idle else self.settings.batch_age_s)
+                self._receiver.serve(_IDLE_WAIT_S if self._is_idle else self.settings.batch_age_s)
             except (TransportError, ControllerLost) as error:
                 self.lost(str(error))
                 return
             except DTorchError:
                 return  # closed, by us or by the controller
-            for message in messages:
-                try:
-                    self._receive(message)
-                except Exception as error:  # noqa: BLE001  whatever broke, nobody may wait for this thread for ever
-                    text = f"the session's thread failed: {error!r}\n{traceback.format_exc()}"
-                    self.end(lambda text=text: InternalError(text))  # type: ignore[misc]  # mypy: bound default
-                    return
+
+    def _receive_all(self, messages: Sequence[Sequence[Any]]) -> None:
+        for message in messages:
+            try:
+                self._receive(message)
+            except Exception as error:  # noqa: BLE001  whatever broke, nobody may wait for the rest for ever
+                self.end(partial(InternalError, f"reading failed: {error!r}\n{traceback.format_exc()}"))
+
+    def help(self, future: ClusterFuture[Any], timeout_s: float) -> None:
+        """A user's thread waits for ``future``: it reads the answer by itself if that comes soon."""
+        try:
+            self._receiver.help(future.is_ready, timeout_s)
+        except TransportError as error:
+            self.lost(str(error))
+
+    def need_thread(self) -> None:
+        """Somebody waits without reading."""
+        self._receiver.need()
 
     def _receive(self, message: Sequence[Any]) -> None:
         try:
@@ -383,6 +402,8 @@ class Session:
             actions = self._state.handle(event, payload)
             if self.settings.check:
                 self._state.validate()
+            if isinstance(event, NodeJoined):
+                self._changed.notify_all()
         self._carry_out(actions)
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
@@ -402,7 +423,7 @@ class Session:
                     with self._changed:
                         self._changed.notify_all()
                 case ControllerGone():
-                    self._end_with(partial(ControllerLost, self.address, action.reason))
+                    self.end(partial(ControllerLost, self.address, action.reason))
 
     def _pop_waiting(self, number: int) -> ClusterFuture[Any] | None:
         with self._changed:
@@ -444,9 +465,6 @@ class Session:
 
     def end(self, make_error: Callable[[], DTorchError]) -> None:
         """Nothing is sent any more; every wait, and every later use, raises what ``make_error`` makes."""
-        self._end_with(make_error)
-
-    def _end_with(self, make_error: Callable[[], DTorchError]) -> None:
         with self._changed:
             if self._end is None:
                 self._end = make_error
@@ -462,7 +480,7 @@ class Session:
             is_open = self._end is None
             if is_open:
                 self._link.send([encode(ClientBye())], self.settings.stop_timeout_s)
-        self._end_with(
+        self.end(
             lambda: SessionClosed(
                 "the session of this tensor was closed by dtorch.shutdown() or the end of dtorch.connect(); "
                 "fetch values before that, or keep the session open"

@@ -7,7 +7,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -23,15 +23,30 @@ _LARGE_BYTES = 1024 * 1024
 _logger = logging.getLogger(__name__)
 
 
+class Waiter(Protocol):
+    """What a future asks of the session that answers it."""
+
+    @property
+    def wait_timeout_s(self) -> float:
+        """The longest wait when none is given, in seconds."""
+
+    def help(self, future: ClusterFuture[Any], timeout_s: float) -> None:
+        """The calling thread is about to wait: it may do the reading for a moment."""
+
+    def need_thread(self) -> None:
+        """Somebody waits who does not read."""
+
+
 class ClusterFuture(ABC, Generic[T]):
     """Something that the cluster will answer. Base of ``TensorFuture`` and of what ``sync_async`` returns.
 
     Every method may be called from any thread; ``await`` from any event loop, several at once.
     """
 
-    def __init__(self, describe: Callable[[], str], timeout_s: float) -> None:
+    def __init__(self, describe: Callable[[], str], waiter: Waiter) -> None:
         self._describe = describe
-        self._timeout_s = timeout_s
+        self._waiter = waiter
+        self._timeout_s = waiter.wait_timeout_s
         self._done = threading.Event()
         self._lock = threading.Lock()
         #: Guarded by the lock, as is setting ``_done``.
@@ -52,7 +67,7 @@ class ClusterFuture(ABC, Generic[T]):
         Raises:
             ClusterTimeout: no ``timeout_s`` was given and the setting's time has passed.
         """
-        if self._done.wait(self._timeout_s if timeout_s is None else timeout_s):
+        if self._wait_done(self._timeout_s if timeout_s is None else timeout_s):
             return True
         if timeout_s is None:
             raise self._timed_out(self._timeout_s)
@@ -72,7 +87,7 @@ class ClusterFuture(ABC, Generic[T]):
         """
         if not self._done.is_set():
             wait_s = self._timeout_s if timeout_s is None else timeout_s
-            if not self._done.wait(wait_s):
+            if not self._wait_done(wait_s):
                 raise self._timed_out(wait_s)
         if self._failure is not None:
             raise self._failure()
@@ -83,16 +98,28 @@ class ClusterFuture(ABC, Generic[T]):
                     self._has_result = True
         return self._result  # type: ignore[return-value]  # _make_result returned a T
 
+    def _wait_done(self, timeout_s: float) -> bool:
+        if self._done.is_set():
+            return True
+        self._waiter.help(self, timeout_s)
+        if self._done.is_set():
+            return True
+        self._waiter.need_thread()
+        return self._done.wait(timeout_s)
+
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Call ``callback(self)`` once the answer is here: on the I/O thread, or now when it is already.
+        """Call ``callback(self)`` once the answer is here: on the thread that reads it, or now when it is already.
 
         It must not block. What it raises is logged.
         """
         with self._lock:
-            if not self._done.is_set():
+            is_early = not self._done.is_set()
+            if is_early:
                 self._callbacks.append(callback)
-                return
-        self._call(callback)
+        if is_early:
+            self._waiter.need_thread()
+        else:
+            self._call(callback)
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done.is_set():
@@ -160,8 +187,8 @@ class ClusterFuture(ABC, Generic[T]):
 class TensorFuture(ClusterFuture[torch.Tensor]):
     """The value of a tensor, as a CPU tensor of global shape; assembled when it is first asked for."""
 
-    def __init__(self, spec: Spec, describe: Callable[[], str], timeout_s: float) -> None:
-        super().__init__(describe, timeout_s)
+    def __init__(self, spec: Spec, describe: Callable[[], str], waiter: Waiter) -> None:
+        super().__init__(describe, waiter)
         self._spec = spec
         self._pieces: Mapping[int, LocalPiece] = {}
 
@@ -182,9 +209,9 @@ class SyncFuture(ClusterFuture[None]):
     """Ready when everything that was issued before it has been run."""
 
     def __init__(
-        self, describe: Callable[[], str], timeout_s: float, raise_unfetched: Callable[[], None]
+        self, describe: Callable[[], str], waiter: Waiter, raise_unfetched: Callable[[], None]
     ) -> None:
-        super().__init__(describe, timeout_s)
+        super().__init__(describe, waiter)
         self._raise_unfetched = raise_unfetched
 
     def _make_result(self) -> None:

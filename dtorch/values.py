@@ -66,16 +66,17 @@ class Gathering:
 
 
 @lru_cache(maxsize=4096)
-def plan_gathering(shape: tuple[int, ...], layout: Layout, itemsize_bytes: int) -> Gathering:
+def plan_gathering(spec: Spec) -> Gathering:
     """One device for a replicated value, otherwise one holder of each different piece.
 
-    ``shape`` is global. The plan is that of a redistribution to the mesh's first device alone.
+    The plan is that of a redistribution to the mesh's first device alone.
     """
+    layout = spec.layout
     goal = layout.mesh.devices[0]
     if layout.is_replicated:
         return Gathering((goal,), (), goal)
     alone = Layout(DeviceMesh(layout.mesh.device_type, [goal]), (Replicate(),))
-    steps = plan_redistribute(shape, layout, alone, itemsize_bytes=itemsize_bytes)
+    steps = plan_redistribute(spec.shape, layout, alone, itemsize_bytes=spec.dtype.itemsize)
     if not steps:
         return Gathering((goal,), (), goal)
     sources = {s.device for part in steps[0].parts.values() for piece in part.pieces for s in piece.sources}
@@ -84,7 +85,9 @@ def plan_gathering(shape: tuple[int, ...], layout: Layout, itemsize_bytes: int) 
 
 def assemble(spec: Spec, pieces: Mapping[int, LocalPiece]) -> torch.Tensor:
     """The global value from the pieces of the devices that ``plan_gathering`` named; on the CPU, contiguous."""
-    gathering = plan_gathering(spec.shape, spec.layout, spec.dtype.itemsize)
+    gathering = plan_gathering(spec)
+    if not gathering.steps:
+        return tensor_of(pieces[gathering.goal])
     with torch.no_grad():
         local = {device: tensor_of(piece) for device, piece in pieces.items()}
         for step in gathering.steps:

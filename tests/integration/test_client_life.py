@@ -11,7 +11,8 @@ import time
 import psutil
 import pytest
 
-PRELUDE = "import os, sys, time\n"
+#: A program that hangs shows where.
+PRELUDE = "import faulthandler, os, sys, time; faulthandler.dump_traceback_later(50, exit=True)\n"
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -84,7 +85,7 @@ print(*dtorch.cluster._stack[-1].local.pids.values())
     done = run(program)
     assert done.returncode == 0
     assert "an error that nobody fetched: RemoteOpError: aten::index.Tensor failed" in done.stderr
-    assert "<string>:5 in <module>" in done.stderr
+    assert "<string>:6 in <module>" in done.stderr
     pids = [int(word) for word in done.stdout.split()]
     assert pids
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,25 @@ from dtorch.future import ClusterFuture
 from dtorch_runtime.errors import ClusterTimeout
 
 
+class Nobody:
+    """A session whose thread does all the reading."""
+
+    def __init__(self, wait_timeout_s: float) -> None:
+        self.wait_timeout_s = wait_timeout_s
+        self.num_needed = 0
+
+    def help(self, future: ClusterFuture[Any], timeout_s: float) -> None:
+        """It does not come to that."""
+
+    def need_thread(self) -> None:
+        self.num_needed += 1
+
+
 class Answer(ClusterFuture[list[int]]):
     """Its result is a new list each time that it is made."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
-        super().__init__(lambda: "the answer", timeout_s)
+        super().__init__(lambda: "the answer", Nobody(timeout_s))
         self.num_made = 0
 
     def _make_result(self) -> list[int]:

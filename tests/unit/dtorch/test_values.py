@@ -69,7 +69,7 @@ def test_pieces_of_every_layout_make_the_whole(pair: tuple[Placement, Placement]
     layout = Layout(mesh, pair)
     spec = intern_spec((5, 3), torch.float64, layout)
     whole = torch.arange(15, dtype=torch.float64).reshape(5, 3) - 7
-    gathering = plan_gathering(spec.shape, layout, 8)
+    gathering = plan_gathering(spec)
     pieces = {}
     for device in gathering.devices:
         coordinate = mesh.coordinate(device)
@@ -109,7 +109,8 @@ def _term(
 )
 def test_only_different_pieces_are_asked_for(placements: list[Placement], num_asked: int) -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    assert len(plan_gathering((4, 4), Layout(mesh, tuple(placements)), 4).devices) == num_asked
+    spec = intern_spec((4, 4), torch.float32, Layout(mesh, tuple(placements)))
+    assert len(plan_gathering(spec).devices) == num_asked
 
 
 def test_a_result_can_be_written_to() -> None:
