@@ -48,7 +48,11 @@ def test_async_values() -> None:
 @pytest.mark.model
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "arguments", [(), ("--dp", "2", "--tp", "2", "--nodes", "2")], ids=["default", "dp x tp"]
+    "arguments",
+    [
+        pytest.param((), id="default"),
+        pytest.param(("--dp", "2", "--tp", "2", "--nodes", "2"), id="dp x tp", marks=pytest.mark.slow),
+    ],
 )
 def test_language_model(arguments: tuple[str, ...]) -> None:
     output = run("language_model.py", *arguments, "--tokens", "12", timeout_s=200)
