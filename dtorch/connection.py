@@ -60,7 +60,7 @@ from dtorch_runtime.wire.messages import (
 )
 from dtorch_runtime.wire.records import FailureRecord, NodeRecord, TemplateRecord
 
-#: How long the session's thread sleeps at most, in seconds: dropping a value wakes nobody, and an idle program may do it.
+#: Longest sleep of the session's thread, in seconds: dropping a value wakes nobody, and an idle program may do it.
 _IDLE_WAIT_S = 1.0
 _logger = logging.getLogger(__name__)
 
