@@ -16,6 +16,7 @@ from dtorch.issue import DEVICE, Entry, issue, make_entry, make_symbol, upload
 from dtorch.location import capture, known
 from dtorch.plan import NewOutput, OpPlan
 from dtorch.propagate import propagate
+from dtorch.random import seed_source
 from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.errors import MixedTensorError
 from dtorch_runtime.ir.layout import Layout
@@ -112,6 +113,8 @@ def _add_to_key(cls: type[torch.Tensor], value: Any, key: list[Any], tensors: li
         key.append(len(value))
         for item in value:
             _add_to_key(cls, item, key, tensors)
+    elif kind is torch.Generator:
+        key.append(kind)  # which one decides about the seeds, not about the op
     else:
         key.append(kind)
         # 0.0 equals -0.0 but means something else, and nan does not equal itself.
@@ -130,7 +133,14 @@ def _issue_entry(
     if entry.default_dtype is not None and entry.default_dtype is not torch.get_default_dtype():
         func, args, kwargs = call
         return _dispatch_slowly(cls, func, args, kwargs, (key, tensors, graph), location)
+    if entry.plan.num_seeds:
+        return issue(cls, entry, graph, tensors, location, seed_source(_generator_in(*call[1:])))
     return issue(cls, entry, graph, tensors, location)
+
+
+def _generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    values = (*args, *kwargs.values())
+    return next((value for value in values if isinstance(value, torch.Generator)), None)
 
 
 # ---- the miss path ----
@@ -175,7 +185,7 @@ def _dispatch_slowly(
     if len(graph.entries) >= _MAX_ENTRIES:
         graph.entries.clear()
     graph.entries[key] = entry
-    return issue(cls, entry, graph, tensors, location)
+    return issue(cls, entry, graph, tensors, location, seed_source(_generator_in(args, kwargs)))
 
 
 def _plan(
@@ -240,7 +250,7 @@ def make(
         graph.session.check_open()
         plan = propagate(func, args, kwargs, default_layout=layout)
         entry = graph.entries[tuple(key)] = make_entry(graph.session, plan, func, 0)
-    return issue(cls, entry, graph, (), location)
+    return issue(cls, entry, graph, (), location, seed_source(_generator_in(args, kwargs)))
 
 
 def _to_specs(cls: type[torch.Tensor], value: Any, specs: Iterator[Spec]) -> Any:

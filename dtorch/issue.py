@@ -104,7 +104,14 @@ def make_entry(
     return Entry(plan, session.define_template(record), func, default_dtype)
 
 
-def issue(cls: type[torch.Tensor], entry: Entry, graph: Graph, tensors: Sequence[Any], location: int) -> Any:
+def issue(
+    cls: type[torch.Tensor],
+    entry: Entry,
+    graph: Graph,
+    tensors: Sequence[Any],
+    location: int,
+    draw_seed: Callable[[], int] = next_seed,
+) -> Any:
     """Issue a planned call on its tensors and return what the user gets. ``tensors`` are in slot order."""
     plan = entry.plan
     if plan.conversions:
@@ -122,7 +129,7 @@ def issue(cls: type[torch.Tensor], entry: Entry, graph: Graph, tensors: Sequence
         other.flush()
     ids: list[int] = []
     if plan.op is not None:
-        seeds = [next_seed() for _ in range(plan.num_seeds)]
+        seeds = [draw_seed() for _ in range(plan.num_seeds)]
         inputs = [handle.value_id for handle in handles]
         ids = graph.append(entry.template, location, inputs, entry.num_new, seeds)
         if foreign:

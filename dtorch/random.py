@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -34,6 +35,15 @@ def next_seed() -> int:
     with _lock:
         _count += 1
         return _mix(_seed, _count)
+
+
+def seed_source(generator: torch.Generator | None) -> Callable[[], int]:
+    """What gives the seeds of a random op that was called with ``generator``: it, or DTorch's own."""
+    if generator is None:
+        return next_seed
+    return lambda: int(
+        torch.randint(2**63 - 1, (), dtype=torch.int64, generator=generator, device=generator.device)
+    )
 
 
 def get_state() -> tuple[int, int]:

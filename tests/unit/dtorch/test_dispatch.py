@@ -164,6 +164,23 @@ def test_random_ops_carry_seeds(controller: Controller) -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_a_generator_gives_the_seeds(controller: Controller) -> None:
+    for make in (
+        lambda g: dtorch.zeros(2).normal_(generator=g),
+        lambda g: torch.rand(2, generator=g, device="dtorch"),
+        lambda g: torch.multinomial(dtorch.ones(3), 2, generator=g),
+    ):
+        generator = torch.Generator()
+        seeds = []
+        for seed in (3, 3, 4):
+            num_before = len(flushed(controller))
+            make(generator.manual_seed(seed))
+            flushed(controller)
+            records = [record for record in controller.records() if record[0]][num_before:]
+            seeds.append(records[-1][-1])
+        assert seeds[0] == seeds[1] != seeds[2]
+
+
 # ---- what the user gets ----
 
 
