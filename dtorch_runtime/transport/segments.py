@@ -36,7 +36,7 @@ class Segment:
 
 
 class SegmentPool:
-    """Segments that this process made, each free or lent to another process. Safe to use from any thread.
+    """Segments that this process made, each free or lent. Safe to use from any thread.
 
     Args:
         max_bytes: the most that it makes; by default a quarter of what is free in /dev/shm, and 1 GiB at most.
@@ -49,10 +49,10 @@ class SegmentPool:
         self._num_bytes = 0
         self._num_made = 0
         self._free: dict[int, list[Segment]] = defaultdict(list)
-        self._lent: dict[str, tuple[Segment, str]] = {}
+        self._lent: dict[str, Segment] = {}
         self._is_closed = False
 
-    def lend(self, num_bytes: int, borrower: str) -> Segment | None:
+    def lend(self, num_bytes: int) -> Segment | None:
         """A segment of at least ``num_bytes`` that nobody else uses; None when the pool is full."""
         size = max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length())
         with self._lock:
@@ -61,7 +61,7 @@ class SegmentPool:
             free = self._free[size]
             segment = free.pop() if free else self._make(size)
             if segment is not None:
-                self._lent[segment.name] = (segment, borrower)
+                self._lent[segment.name] = segment
             return segment
 
     def _make(self, size: int) -> Segment | None:
@@ -85,20 +85,10 @@ class SegmentPool:
         self._num_bytes += size
         return Segment(name, size, memory)
 
-    def give_back(self, name: str) -> bool:
-        """A borrower has read a segment. False when it was not lent."""
+    def give_back(self, segment: Segment) -> None:
+        """Nobody reads what was written to it any more."""
         with self._lock:
-            segment, _ = self._lent.pop(name, (None, ""))
-            if segment is None:
-                return False
-            self._free[segment.num_bytes].append(segment)
-            return True
-
-    def reclaim(self, borrower: str) -> None:
-        """A borrower is gone and will give nothing back."""
-        with self._lock:
-            for name in [name for name, (_, lent_to) in self._lent.items() if lent_to == borrower]:
-                segment, _ = self._lent.pop(name)
+            if self._lent.pop(segment.name, None) is not None:
                 self._free[segment.num_bytes].append(segment)
 
     def close(self) -> None:
@@ -106,7 +96,7 @@ class SegmentPool:
         with self._lock:
             self._is_closed = True
             segments = [segment for free in self._free.values() for segment in free]
-            segments += [segment for segment, _ in self._lent.values()]
+            segments += self._lent.values()
             self._free.clear()
             self._lent.clear()
         for segment in segments:

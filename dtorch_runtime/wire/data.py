@@ -42,6 +42,8 @@ class ParcelChunk(DataMessage, frozen=True, kw_only=True, tag="chunk"):
     offset_bytes: int
     num_bytes: int
     total_bytes: int
+    #: The sender, who is told when a large parcel has been read.
+    node: str
 
 
 class ParcelInSegment(DataMessage, frozen=True, kw_only=True, tag="segment"):
@@ -54,15 +56,17 @@ class ParcelInSegment(DataMessage, frozen=True, kw_only=True, tag="segment"):
     total_bytes: int
     #: Name under /dev/shm.
     segment: str
-    #: The sender, who is told when the segment has been read.
+    #: The sender, who is told when the parcel has been read.
     node: str
 
 
-class SegmentRead(DataMessage, frozen=True, kw_only=True, tag="segment_read"):
-    """Nobody reads the segment any more: its owner may use it again."""
+class ParcelRead(DataMessage, frozen=True, kw_only=True, tag="parcel_read"):
+    """Nobody reads a large parcel any more: its segment may be used again, and its device may send more."""
 
     key: bytes
-    segment: str
+    place: Place
+    #: The reader.
+    node: str
 
 
 class PoisonParcel(DataMessage, frozen=True, kw_only=True, tag="poison"):
@@ -73,7 +77,7 @@ class PoisonParcel(DataMessage, frozen=True, kw_only=True, tag="poison"):
     failure: FailureRecord
 
 
-ToAgent: TypeAlias = ParcelChunk | ParcelInSegment | SegmentRead | PoisonParcel
+ToAgent: TypeAlias = ParcelChunk | ParcelInSegment | ParcelRead | PoisonParcel
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)

@@ -73,7 +73,9 @@ class Recipe:
     def _build(self, parcels: Mapping[tuple[int, int], Blob]) -> torch.Tensor:
         here = self.torch_device
         if self.cat_dim is not None:
-            return torch.cat([terms[0].of(parcels, here) for _, terms in self.pieces], self.cat_dim).contiguous()
+            return torch.cat(
+                [terms[0].of(parcels, here) for _, terms in self.pieces], self.cat_dim
+            ).contiguous()
         if len(self.pieces) == 1 and self.pieces[0][0] is None:
             return self._reduced([term.of(parcels, here) for term in self.pieces[0][1]])
         result = torch.empty(self.shape, dtype=self.dtype, device=self.torch_device)

@@ -28,6 +28,7 @@ from dtorch_runtime.wire.messages import Upload
 from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
 from dtorch_runtime.worker.blobs import ChunkedTensor, Poison, bytes_of, name_of
 from dtorch_runtime.worker.collectives.base import Network
+from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
 from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
 from dtorch_runtime.worker.failures import InternalFailure
@@ -135,7 +136,8 @@ class WorkerExecutor:
         self._device_type = device_type
         self._report = report
         self._host = host or socket.gethostname()
-        self._exchange = ThreadExchange(settings.collective_timeout_s)
+        run_ahead = RunAhead(settings.max_outstanding_bytes, settings.collective_timeout_s)
+        self._exchange = ThreadExchange(settings.collective_timeout_s, run_ahead)
         self._network: Network | None = None
         if data_endpoint:
             self._network = ZmqNetwork(
@@ -148,13 +150,14 @@ class WorkerExecutor:
                 chunk_bytes=settings.chunk_bytes,
                 timeout_s=settings.collective_timeout_s,
                 pool=SegmentPool() if shares_memory else None,
+                run_ahead=run_ahead,
             )
         self._local: dict[int, torch.device] = {}
         self._node_of: dict[int, str] = {}
         self._neighbours: set[str] = set()
         self._share = ThreadShare(settings.num_threads, _num_cores())
         self._redistributor = Redistributor(
-            TransferPlanner(node_name, self._local, self._node_of), self._exchange, self._network
+            TransferPlanner(node_name, self._local, self._node_of), self._exchange, self._network, run_ahead
         )
         self._workers: dict[int, Worker] = {}
         self._sessions: dict[int, _OpenSession] = {}
@@ -196,6 +199,7 @@ class WorkerExecutor:
 
     def open_session(self, session: int) -> None:
         self._sessions[session] = _OpenSession(session)
+        self._exchange.begin(session)
 
     def end_session(self, session: int) -> None:
         entry = self._sessions.pop(session, None)
@@ -274,7 +278,12 @@ class WorkerExecutor:
         if device not in self._local:
             error = InternalFailure(f"device {device} is not of node {self._node}")
             site_of = DeviceSession(
-                entry.shared, device, torch.device("cpu"), self._node, self._redistributor, self._report_failure
+                entry.shared,
+                device,
+                torch.device("cpu"),
+                self._node,
+                self._redistributor,
+                self._report_failure,
             )
             self._report_missing(session, request_id, device, site_of.fail("fetch", error, value_id))
             return
@@ -299,9 +308,7 @@ class WorkerExecutor:
                 raise InternalFailure(f"device {device} does not hold value {value_id}")
             data = bytes_of(blob)
         except Exception as error:  # noqa: BLE001  the one who fetches gets it
-            self._report_missing(
-                session.number, request_id, device, values.fail("fetch", error, value_id)
-            )
+            self._report_missing(session.number, request_id, device, values.fail("fetch", error, value_id))
             return
         self._report(
             ValueReady(
@@ -340,7 +347,9 @@ class WorkerExecutor:
         torch_device = self._local[device]
         worker = self._workers.get(device)
         if worker is None:
-            worker = Worker(f"dtorch-{self._node}-{device}", partial(self._new_stream, torch_device), self._share)
+            worker = Worker(
+                f"dtorch-{self._node}-{device}", partial(self._new_stream, torch_device), self._share
+            )
             self._workers[device] = worker
         values = DeviceSession(
             entry.shared, device, torch_device, self._node, self._redistributor, self._report_failure
@@ -367,9 +376,7 @@ class WorkerExecutor:
         self._report(OpRaised(session=session, failure=failure))
 
     def _report_missing(self, session: int, request_id: int, device: int, failure: FailureRecord) -> None:
-        self._report(
-            ValueMissing(session=session, request_id=request_id, device=device, failure=failure)
-        )
+        self._report(ValueMissing(session=session, request_id=request_id, device=device, failure=failure))
 
 
 def _is_quick_to_read(blob: object) -> bool:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from dtorch_runtime.errors import ClusterTimeout, DTorchError
 from dtorch_runtime.ir.layout import Box, Layout, box_shape, intersect, local_shape, num_elements
 from dtorch_runtime.ir.transfer import Send, Source, Step, plan_redistribute
 from dtorch_runtime.worker.assembly import Index, Locate, Recipe, index_of, make_recipe
 from dtorch_runtime.worker.blobs import Blob, Poison
 from dtorch_runtime.worker.collectives.base import Exchange, Group, Network, ParcelKey, ParcelName, StepKey
+from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.failures import InternalFailure, SessionEnded
 
 #: From this size on each receiver builds its own piece, in parallel; below, waking costs more than computing.
@@ -41,6 +44,8 @@ class DeviceStep:
     sends: tuple[Outgoing, ...]
     group: Group | None
     recipe: Recipe | None
+    #: Whether it gives something away and does not wait until that has been read.
+    gives: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,15 +95,11 @@ class TransferPlanner:
                 found = self._planned[key] = self._plan(*key)
         return found
 
-    def _plan(
-        self, shape: tuple[int, ...], dtype: torch.dtype, source: Layout, target: Layout
-    ) -> Transfer:
+    def _plan(self, shape: tuple[int, ...], dtype: torch.dtype, source: Layout, target: Layout) -> Transfer:
         unknown = sorted({*source.mesh.devices, *target.mesh.devices} - self._node_of.keys())
         if unknown:
             raise InternalFailure(f"a transfer names devices {unknown}, which no node of this cluster has")
-        steps = plan_redistribute(
-            shape, source, target, itemsize_bytes=dtype.itemsize, node_of=self._node_of
-        )
+        steps = plan_redistribute(shape, source, target, itemsize_bytes=dtype.itemsize, node_of=self._node_of)
         shapes = {device: local_shape(shape, source, device) for device in source.mesh.devices}
         held = shapes
         planned = []
@@ -149,7 +150,9 @@ class _StepPlanner:
                 recipe = self._recipe(device, self._own_piece)
             sends = tuple(self._outgoing(device))
             if recipe is not None or sends or device in group_of:
-                steps[device] = DeviceStep(sends, group_of.get(device), recipe)
+                own_group = group_of.get(device)
+                gives = bool(sends) or (own_group is not None and device in own_group.snapshots)
+                steps[device] = DeviceStep(sends, own_group, recipe, gives)
         return steps
 
     def _components(self) -> list[list[int]]:
@@ -242,8 +245,11 @@ def _bounding(boxes: Sequence[Box]) -> Box:
 class Redistributor:
     """Runs transfers of one agent's devices: what is shared by all of them."""
 
-    def __init__(self, planner: TransferPlanner, exchange: Exchange, network: Network | None) -> None:
+    def __init__(
+        self, planner: TransferPlanner, exchange: Exchange, network: Network | None, run_ahead: RunAhead
+    ) -> None:
         self.planner = planner
+        self._run_ahead = run_ahead
         self._exchange = exchange
         self._network = network
 
@@ -276,29 +282,45 @@ class Redistributor:
                 value = None
                 continue
             key = StepKey(session, value_id, number)
-            if step.sends:
-                try:
-                    self._send(step.sends, key, device, value)
-                except Exception as error:  # noqa: BLE001  the local peers get the poison
-                    value = fail(error)
+            if step.gives:
+                value = self._give(transfer, step, key, device, value, fail)
             try:
-                value = self._run_step(transfer, step, key, device, value)
+                result = None
+                if step.group is not None:
+                    result = self._exchange.take_part(key, step.group, device, value, transfer)
+                if step.recipe is not None:
+                    result = step.recipe.build({} if value is None else {(device, 0): value})
+                value = result
             except SessionEnded:
                 raise
             except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it
                 value = fail(error)
         return value
 
-    def _run_step(
-        self, transfer: Transfer, step: DeviceStep, key: StepKey, device: int, value: Blob | None
+    def _give(
+        self,
+        transfer: Transfer,
+        step: DeviceStep,
+        key: StepKey,
+        device: int,
+        value: Blob | None,
+        fail: Callable[[Exception], Poison],
     ) -> Blob | None:
-        result = None
-        if step.group is not None:
-            what = f"step {key.step} of {transfer} (value {key.value_id})"
-            result = self._exchange.take_part(key, step.group, device, value, what)
-        if step.recipe is not None:
-            result = step.recipe.build({} if value is None else {(device, 0): value})
-        return result
+        """Send what other agents need; what goes wrong becomes poison, for the local peers too."""
+        try:
+            self._run_ahead.wait_for_room(device, transfer)
+        except ClusterTimeout as error:
+            value = fail(error)
+        if not step.sends:
+            return value
+        try:
+            self._send(step.sends, key, device, value)
+        except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it
+            value = fail(error)
+            # The peers must not wait; when not even this can be sent, their own deadline ends it.
+            with suppress(DTorchError, InternalFailure):
+                self._send(step.sends, key, device, value)
+        return value
 
     def _send(self, sends: Sequence[Outgoing], key: StepKey, device: int, value: Blob | None) -> None:
         assert value is not None, f"device {device} sends in {key} without a value"

@@ -19,7 +19,7 @@ from dtorch_runtime.ir.placement import Partial, Replicate, Shard
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.wire.records import FailureRecord, ListArg, ScalarSlot, Slot
 from dtorch_runtime.worker import redistribute
-from dtorch_runtime.worker.collectives import zeromq
+from dtorch_runtime.worker.collectives import threads, zeromq
 from tests.support.executors import SESSION, Rig
 from tests.support.layouts import Array, layout_pairs, meshes, numbers, put_together, shapes, take_apart
 
@@ -35,16 +35,21 @@ class Way:
     nodes: Sequence[Sequence[int]]
     shares_memory: bool = False
     parallel_bytes: int | None = None
-    segment_bytes: int | None = None
+    #: From this size on a gift is counted, and goes through shared memory where there is some.
+    large_bytes: int | None = None
+    #: Bytes that a device may run ahead of its readers.
+    run_ahead_bytes: int = 1 << 26
     chunk_bytes: int = 1 << 20
 
 
 WAYS = {
     "threads, the last one builds": Way((ALL,), parallel_bytes=1 << 40),
-    "threads, all build": Way((ALL,), parallel_bytes=0),
+    "threads, all build": Way((ALL,), parallel_bytes=0, large_bytes=0, run_ahead_bytes=1),
     "sockets between nodes": Way(TWO_NODES),
-    "sockets, many chunks": Way(TWO_NODES, chunk_bytes=24, parallel_bytes=0),
-    "shared memory between nodes": Way(TWO_NODES, shares_memory=True, segment_bytes=0),
+    "sockets, many chunks": Way(
+        TWO_NODES, chunk_bytes=24, parallel_bytes=0, large_bytes=0, run_ahead_bytes=1
+    ),
+    "shared memory between nodes": Way(TWO_NODES, shares_memory=True, large_bytes=0),
 }
 
 
@@ -53,9 +58,15 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     way: Way = request.param
     if way.parallel_bytes is not None:
         monkeypatch.setattr(redistribute, "PARALLEL_BYTES", way.parallel_bytes)
-    if way.segment_bytes is not None:
-        monkeypatch.setattr(zeromq, "MIN_BYTES", way.segment_bytes)
-    options = Settings(collective_timeout_s=10.0, num_threads=1, chunk_bytes=way.chunk_bytes)
+    if way.large_bytes is not None:
+        monkeypatch.setattr(zeromq, "MIN_BYTES", way.large_bytes)
+        monkeypatch.setattr(threads, "MIN_BYTES", way.large_bytes)
+    options = Settings(
+        collective_timeout_s=10.0,
+        num_threads=1,
+        chunk_bytes=way.chunk_bytes,
+        max_outstanding_bytes=way.run_ahead_bytes,
+    )
     with Rig(way.nodes, shares_memory=way.shares_memory, settings=options) as started:
         yield started
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import zmq
 
-from dtorch_runtime.errors import SecurityError, TransportError
+from dtorch_runtime.errors import ClusterTimeout, SecurityError, TransportError
 from dtorch_runtime.testing.wait import wait_until
 from dtorch_runtime.transport.endpoint import make_ipc_folder
 from dtorch_runtime.transport.security import load_keys, write_keys
@@ -25,13 +25,14 @@ from dtorch_runtime.transport.sockets import close_socket, new_socket
 from dtorch_runtime.wire.data import (
     ParcelChunk,
     ParcelInSegment,
+    ParcelRead,
     Place,
-    SegmentRead,
     encode_data,
 )
 from dtorch_runtime.wire.records import FailureRecord, NodeRecord
 from dtorch_runtime.worker.blobs import Blob, Poison
 from dtorch_runtime.worker.collectives.base import ParcelKey
+from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
 
 KEY = ParcelKey(1, 2, 0, 3, 0)
@@ -45,11 +46,13 @@ class End:
     def __init__(self, name: str, endpoint: str, **options: object) -> None:
         self.came: dict[ParcelKey, Blob] = {}
         self.name = name
+        self.run_ahead = RunAhead(1 << 30, 5.0)
         defaults: dict[str, object] = {
             "chunk_bytes": 1000,
             "timeout_s": 5.0,
             "pool": None,
             "session_key": b"key",
+            "run_ahead": self.run_ahead,
         }
         self.network = ZmqNetwork(name, "here", endpoint, self.came.__setitem__, **(defaults | options))  # type: ignore[arg-type]
 
@@ -151,6 +154,24 @@ def test_a_full_pool_falls_back_to_sockets(end):
     assert a.network._pool._num_made == 0
 
 
+@pytest.mark.parametrize("make_pool", [lambda: None, pool], ids=["sockets", "segments"])
+def test_what_a_device_has_sent_is_counted_until_it_is_read(end, make_pool):
+    a, b = end("a", pool=make_pool(), run_ahead=RunAhead(300_000, timeout_s=0.05)), end("b", pool=make_pool())
+    a.network.connect(b.record())
+    b.network.connect(a.record())
+    run_ahead = a.network._run_ahead
+    keys = [KEY._replace(value_id=number) for number in range(2)]
+    for key in keys:
+        run_ahead.wait_for_room(3, "the transfer")
+        a.network.send("b", key, torch.ones(50_000))
+    read = [b.get(key) for key in keys]
+    with pytest.raises(ClusterTimeout, match="what device 3 gave before to be read, ahead of the transfer"):
+        run_ahead.wait_for_room(3, "the transfer")
+    read.clear()
+    wait_until(lambda: run_ahead.num_unread(3) == 0, "the reader's answers")
+    run_ahead.wait_for_room(3, "the transfer")
+
+
 def test_what_is_sent_to_nobody_is_dropped(end):
     a = end("a")
     a.network.send("nobody", KEY, torch.ones(3))
@@ -161,8 +182,10 @@ def test_a_lost_agent_gives_its_segments_back(end):
     a.network.connect(b.record())
     a.network.send("b", KEY, torch.ones(100_000))
     b.get()  # kept mapped by nobody, but b cannot answer: it does not know a
+    assert a.run_ahead.num_unread(3) == 400_000
     a.network.disconnect("b")
     wait_until(lambda: not a.network._pool._lent, "the segments to be reclaimed")
+    wait_until(lambda: a.run_ahead.num_unread(3) == 0, "the bytes to be counted out")
 
 
 def stranger(endpoint: str) -> zmq.Socket[bytes]:
@@ -172,7 +195,14 @@ def stranger(endpoint: str) -> zmq.Socket[bytes]:
 
 
 CHUNK = ParcelChunk(
-    key=b"key", place=PLACE, dtype="uint8", shape=[4], offset_bytes=0, num_bytes=4, total_bytes=4
+    key=b"key",
+    place=PLACE,
+    dtype="uint8",
+    shape=[4],
+    offset_bytes=0,
+    num_bytes=4,
+    total_bytes=4,
+    node="a",
 )
 IN_SEGMENT = ParcelInSegment(
     key=b"key", place=PLACE, dtype="uint8", shape=[4], total_bytes=4, segment="dtorch-1-00000000-1", node="a"
@@ -203,7 +233,7 @@ MALFORMED = {
     "no such dtype": [changed(CHUNK, dtype="load"), b"data"],
     "a path as segment": [changed(IN_SEGMENT, segment="../../etc/passwd")],
     "no such segment": [changed(IN_SEGMENT)],
-    "a segment never lent": [encode_data(SegmentRead(key=b"key", segment="dtorch-1-00000000-1"))],
+    "a parcel never sent": [encode_data(ParcelRead(key=b"key", place=PLACE, node="a"))],
 }
 
 
@@ -269,7 +299,7 @@ def test_agents_with_the_cluster_s_keys_reach_one_another_and_others_do_not(end,
 
 def test_a_segment_is_the_same_memory_on_both_sides():
     lender = pool()
-    segment = lender.lend(100, "b")
+    segment = lender.lend(100)
     segment.memory[:5] = b"hello"
     reader = SegmentReader()
     assert reader.map(segment.name).memory[:5] == b"hello"
@@ -280,7 +310,7 @@ def test_a_segment_is_the_same_memory_on_both_sides():
 def test_a_closed_pool_lends_nothing():
     lender = pool()
     lender.close()
-    assert lender.lend(10, "b") is None
+    assert lender.lend(10) is None
 
 
 @pytest.mark.parametrize("name", ["passwd", "../x", "dtorch-1", "dtorch-1-zz-1", "dtorch-1-00000000-1"])
@@ -292,7 +322,7 @@ def test_what_is_no_segment_is_not_mapped(name):
 def test_segments_of_a_killed_process_are_removed():
     script = (
         "from dtorch_runtime.transport.segments import SegmentPool\n"
-        "import os\nprint(SegmentPool(1 << 20).lend(10, 'b').name, flush=True)\nos.kill(os.getpid(), 9)"
+        "import os\nprint(SegmentPool(1 << 20).lend(10).name, flush=True)\nos.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False

@@ -72,12 +72,14 @@ class Group:
 class Exchange(Protocol):
     """Among the devices of one agent, with what the network brings."""
 
-    def take_part(self, key: StepKey, group: Group, device: int, value: Blob | None, what: str) -> Blob | None:
+    def take_part(
+        self, key: StepKey, group: Group, device: int, value: Blob | None, what: object
+    ) -> Blob | None:
         """Called once by each contributor and receiver. Returns the receiver's new piece, else None.
 
         Args:
             value: the device's local piece; None where it has none.
-            what: names the transfer in the error of a wait that passes its deadline.
+            what: its text names the transfer in the error of a wait that passes its deadline.
 
         Raises:
             SessionEnded: the session ended meanwhile.
@@ -90,6 +92,9 @@ class Exchange(Protocol):
 
     def lose(self, node: str, devices: Sequence[int], reason: str) -> None:
         """Parcels of these devices will not come any more: poison stands in their place."""
+
+    def begin(self, session: int) -> None:
+        """A session with this number begins."""
 
     def abort(self, session: int) -> None:
         """Wakes whoever waits for this session with SessionEnded, and forgets its parcels."""

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-
 import torch
 
 from dtorch_runtime.transport.segments import Segment, SegmentReader
 from dtorch_runtime.wire.data import ParcelInSegment
 from dtorch_runtime.worker.blobs import ChunkedTensor, dtype_of
-
-#: Smaller parcels go through the socket: copying them costs less than a second message.
-MIN_BYTES = 64 * 1024
 
 
 def write_to_segment(segment: Segment, value: torch.Tensor) -> None:
@@ -20,14 +14,8 @@ def write_to_segment(segment: Segment, value: torch.Tensor) -> None:
     _view_of(segment, value.dtype, tuple(value.shape)).copy_(value)
 
 
-def read_from_segment(
-    reader: SegmentReader, message: ParcelInSegment, when_read: Callable[[], None]
-) -> torch.Tensor:
-    """The parcel in the sender's memory itself, not a copy: it must not be written to, and views of it must not
-    outlive it.
-
-    Args:
-        when_read: called when the tensor has been dropped, on whatever thread drops it.
+def read_from_segment(reader: SegmentReader, message: ParcelInSegment) -> torch.Tensor:
+    """The parcel in the sender's memory itself, not a copy: it must not be written to.
 
     Raises:
         TransportError: there is no such segment.
@@ -39,10 +27,7 @@ def read_from_segment(
         raise ValueError(
             f"segment {segment.name} has {segment.num_bytes} bytes, the parcel {message.total_bytes}"
         )
-    tensor = _view_of(segment, dtype_of(message.dtype), tuple(message.shape))
-    finalizer = weakref.finalize(tensor, when_read)
-    finalizer.atexit = False
-    return tensor
+    return _view_of(segment, dtype_of(message.dtype), tuple(message.shape))
 
 
 def _view_of(segment: Segment, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

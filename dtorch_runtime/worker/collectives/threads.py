@@ -8,6 +8,7 @@ Nobody polls: each wait is on a lock of its own, which the one who has what is a
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +17,10 @@ import torch
 
 from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.wire.records import FailureRecord
+from dtorch_runtime.worker.assembly import Index
 from dtorch_runtime.worker.blobs import Blob, Poison
 from dtorch_runtime.worker.collectives.base import Group, GroupKey, ParcelKey, ParcelName, StepKey
+from dtorch_runtime.worker.collectives.run_ahead import MIN_BYTES, RunAhead
 from dtorch_runtime.worker.failures import SessionEnded
 
 
@@ -41,8 +44,9 @@ class _Meeting:
 class ThreadExchange:
     """``Exchange`` among threads. Safe to call from any thread."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, run_ahead: RunAhead) -> None:
         self._timeout_s = timeout_s
+        self._run_ahead = run_ahead
         self._lock = threading.Lock()
         self._meetings: dict[GroupKey, _Meeting] = {}
         #: Parcels that came before the devices that need them, and meetings that wait for parcels.
@@ -51,10 +55,11 @@ class ThreadExchange:
         self._lost: dict[int, Poison] = {}
         self._ended: set[int] = set()
 
-    def take_part(self, key: StepKey, group: Group, device: int, value: Blob | None, what: str) -> Blob | None:
+    def take_part(
+        self, key: StepKey, group: Group, device: int, value: Blob | None, what: object
+    ) -> Blob | None:
         if isinstance(value, torch.Tensor) and device in group.snapshots:
-            cut = group.snapshots[device]
-            value = (value if cut is None else value[cut]).clone()
+            value = self._snapshot(value, group.snapshots[device], device)
         if isinstance(value, torch.Tensor) and value.is_cuda:
             torch.cuda.current_stream(value.device).synchronize()
         full_key = GroupKey(*key, group.index)
@@ -62,8 +67,18 @@ class ThreadExchange:
             return self._in_parallel(full_key, group, device, value, what)
         return self._by_the_last(full_key, group, device, value, what)
 
+    def _snapshot(self, value: torch.Tensor, cut: Index, device: int) -> torch.Tensor:
+        part = value if cut is None else value[cut]
+        num_bytes = part.numel() * part.dtype.itemsize
+        if num_bytes < MIN_BYTES:
+            return part.clone()
+        release = self._run_ahead.lend(device, num_bytes)
+        copy = part.clone()
+        weakref.finalize(copy, release).atexit = False
+        return copy
+
     def _by_the_last(
-        self, key: GroupKey, group: Group, device: int, value: Blob | None, what: str
+        self, key: GroupKey, group: Group, device: int, value: Blob | None, what: object
     ) -> Blob | None:
         is_receiver = device in group.receivers
         waiter = None
@@ -87,7 +102,7 @@ class ThreadExchange:
         return self._take(key, meeting, device) if is_receiver else None
 
     def _in_parallel(
-        self, key: GroupKey, group: Group, device: int, value: Blob | None, what: str
+        self, key: GroupKey, group: Group, device: int, value: Blob | None, what: object
     ) -> Blob | None:
         waiter = leaver = None
         with self._lock:
@@ -113,7 +128,7 @@ class ThreadExchange:
                     leaver = _closed_lock()
                     meeting.leavers.append(leaver)
             if leaver is not None:
-                self._wait(key, meeting, leaver, f"{what}, to be read")
+                self._wait(key, meeting, leaver, what)
 
     def _join(self, key: GroupKey, group: Group, device: int, value: Blob | None) -> _Meeting:
         if key.session in self._ended:
@@ -151,12 +166,13 @@ class ThreadExchange:
             raise result
         return result
 
-    def _wait(self, key: GroupKey, meeting: _Meeting, waiter: threading.Lock, what: str) -> None:
+    def _wait(self, key: GroupKey, meeting: _Meeting, waiter: threading.Lock, what: object) -> None:
         if not waiter.acquire(timeout=min(self._timeout_s, threading.TIMEOUT_MAX)):
             with self._lock:
                 if waiter.locked() and meeting.error is None:
                     missing = self._who_is_missing(meeting)
-                    self._fail(key, meeting, ClusterTimeout(f"{missing} in {what}", self._timeout_s))
+                    name = f"step {key.step} of {what} (value {key.value_id})"
+                    self._fail(key, meeting, ClusterTimeout(f"{missing} in {name}", self._timeout_s))
         if meeting.error is not None:
             raise meeting.error
 
@@ -174,6 +190,10 @@ class ThreadExchange:
         self._meetings.pop(key, None)
         for parcel_key in [k for k, waiting in self._expected.items() if waiting is meeting]:
             del self._expected[parcel_key]
+
+    def begin(self, session: int) -> None:
+        with self._lock:
+            self._ended.discard(session)
 
     def deposit(self, key: ParcelKey, value: Blob) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -35,16 +36,17 @@ from dtorch_runtime.wire.codec import MalformedMessage
 from dtorch_runtime.wire.data import (
     ParcelChunk,
     ParcelInSegment,
+    ParcelRead,
     Place,
     PoisonParcel,
-    SegmentRead,
     decode_data,
     encode_data,
 )
 from dtorch_runtime.wire.records import NodeRecord
 from dtorch_runtime.worker.blobs import Blob, ChunkedTensor, Poison, memory_of, name_of
 from dtorch_runtime.worker.collectives.base import ParcelKey
-from dtorch_runtime.worker.collectives.shm import MIN_BYTES, read_from_segment, write_to_segment
+from dtorch_runtime.worker.collectives.run_ahead import MIN_BYTES, RunAhead
+from dtorch_runtime.worker.collectives.shm import read_from_segment, write_to_segment
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class ZmqNetwork:
         chunk_bytes: most bytes in one frame.
         timeout_s: longest wait for room in the sockets.
         pool: segments to send through; None does without shared memory.
+        run_ahead: bounds what may be sent and not read yet.
 
     Raises:
         SecurityError: strangers can reach the endpoint and there are no keys.
@@ -120,6 +123,7 @@ class ZmqNetwork:
         chunk_bytes: int,
         timeout_s: float,
         pool: SegmentPool | None,
+        run_ahead: RunAhead,
     ) -> None:
         self._node = node
         self._host = host
@@ -129,6 +133,9 @@ class ZmqNetwork:
         self._chunk_bytes = chunk_bytes
         self._timeout_s = timeout_s
         self._pool = pool
+        self._run_ahead = run_ahead
+        #: Large parcels that were sent and not read: what to call when they are.
+        self._unread: dict[tuple[str, Place], Callable[[], None]] = {}
         self._reader = SegmentReader()
         self._limits = LinkLimits(max_frame_bytes=max(64 << 20, 2 * chunk_bytes))
         self._ledger = UnsentLedger()
@@ -195,18 +202,24 @@ class ZmqNetwork:
             peer.send(encode_data(poison), None, self._ledger)
             return
         num_bytes = value.numel() * value.dtype.itemsize
-        if not (
-            peer.shares_memory
-            and num_bytes >= MIN_BYTES
-            and self._send_segment(peer, place, value, num_bytes)
-        ):
-            self._send_chunks(peer, place, value, num_bytes)
+        if num_bytes >= MIN_BYTES:
+            self._unread[node, place] = self._run_ahead.lend(key.device, num_bytes)
+            if (
+                self._peers.get(node) is not peer
+            ):  # lost meanwhile: `_forget` may have come too early to see it
+                self._was_read(node, place)
+                return
+            if peer.shares_memory and self._send_segment(peer, place, value, num_bytes):
+                return
+        self._send_chunks(peer, place, value, num_bytes)
 
     def _send_segment(self, peer: _Peer, place: Place, value: torch.Tensor, num_bytes: int) -> bool:
         assert self._pool is not None
-        segment = self._pool.lend(num_bytes, peer.record.name)
+        segment = self._pool.lend(num_bytes)
         if segment is None:
             return False
+        key = (peer.record.name, place)
+        self._unread[key] = partial(_both, partial(self._pool.give_back, segment), self._unread[key])
         write_to_segment(segment, value)
         message = ParcelInSegment(
             key=self._session_key,
@@ -234,6 +247,7 @@ class ZmqNetwork:
                 offset_bytes=offset,
                 num_bytes=payload.nbytes,
                 total_bytes=num_bytes,
+                node=self._node,
             )
             if self._ledger.num_bytes > _MAX_UNSENT_BYTES:
                 what = f"node {peer.record.name!r} to read what was sent to it"
@@ -304,9 +318,9 @@ class ZmqNetwork:
                 self._receive_segment(message)
             case PoisonParcel(place=place, failure=failure):
                 self._deposit(_key_of(place), Poison(failure))
-            case SegmentRead(segment=name):
-                if self._pool is None or not self._pool.give_back(name):
-                    raise MalformedMessage(f"segment {name} was not lent")
+            case ParcelRead(place=place, node=node):
+                if not self._was_read(node, place):
+                    raise MalformedMessage(f"no parcel {place} was sent to {node!r}")
 
     def _receive_chunk(self, sender: bytes, message: ParcelChunk) -> None:
         key = (sender, message.place)
@@ -319,6 +333,8 @@ class ZmqNetwork:
         if self._receive_into(room) != room.nbytes:
             raise MalformedMessage(f"a chunk that is not of the {room.nbytes} bytes that it announced")
         if parcel.is_full:
+            if message.total_bytes >= MIN_BYTES:
+                self._answer_when_read(parcel.tensor, message)
             self._deposit(_key_of(message.place), parcel.tensor)
         else:
             self._partial[key] = parcel
@@ -332,9 +348,21 @@ class ZmqNetwork:
         return len(frame)
 
     def _receive_segment(self, message: ParcelInSegment) -> None:
-        done = SegmentRead(key=self._session_key, segment=message.segment)
-        when_read = partial(self._command, partial(self._send_to, message.node, encode_data(done)))
-        self._deposit(_key_of(message.place), read_from_segment(self._reader, message, when_read))
+        parcel = read_from_segment(self._reader, message)
+        self._answer_when_read(parcel, message)
+        self._deposit(_key_of(message.place), parcel)
+
+    def _answer_when_read(self, parcel: torch.Tensor, message: ParcelChunk | ParcelInSegment) -> None:
+        """Tell the sender when the tensor is dropped, on whatever thread that happens. Nobody keeps a view of it."""
+        answer = ParcelRead(key=self._session_key, place=message.place, node=self._node)
+        send = partial(self._send_to, message.node, encode_data(answer))
+        weakref.finalize(parcel, self._command, send).atexit = False
+
+    def _was_read(self, node: str, place: Place) -> bool:
+        release = self._unread.pop((node, place), None)
+        if release is not None:
+            release()
+        return release is not None
 
     def _send_to(self, node: str, header: bytes) -> None:
         peer = self._peers.get(node)
@@ -345,11 +373,16 @@ class ZmqNetwork:
         """A peer is gone: what it had begun to send, what it had borrowed, and what it leaves behind."""
         for key in [key for key in self._partial if key[1].device in record.devices]:
             del self._partial[key]
-        if self._pool is not None:
-            self._pool.reclaim(record.name)
+        for node, place in [key for key in list(self._unread) if key[0] == record.name]:
+            self._was_read(node, place)
         if record.host == self._host and record.pid != os.getpid():
             self._reader.forget(record.pid)
             unlink_segments_of(record.pid)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _key_of(place: Place) -> ParcelKey:

@@ -79,5 +79,7 @@ class CudaStream:
 
     def wait_for(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
-            raise InternalError(f"a CUDA stream cannot wait for {event!r}, an event of another kind of device")
+            raise InternalError(
+                f"a CUDA stream cannot wait for {event!r}, an event of another kind of device"
+            )
         self._stream.wait_event(event.event)

@@ -9,6 +9,7 @@ from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import Arg, FailureRecord, Slot, TemplateRecord
 from dtorch_runtime.worker.blobs import Poison
+from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
@@ -46,7 +47,9 @@ class Bench:
         session = Session(1)
         session.meshes = {1: DeviceMesh("cpu", [0]), 2: DeviceMesh("cpu", [1])}
         session.templates = {record.template_id: record for record in TEMPLATES}
-        redistributor = Redistributor(TransferPlanner("n0", {0: CPU}, {0: "n0"}), ThreadExchange(1.0), None)
+        run_ahead = RunAhead(1 << 20, 1.0)
+        planner = TransferPlanner("n0", {0: CPU}, {0: "n0"})
+        redistributor = Redistributor(planner, ThreadExchange(1.0, run_ahead), None, run_ahead)
         self.values = DeviceSession(
             session, 0, CPU, "n0", redistributor, lambda _, failure: self.reported.append(failure)
         )

@@ -1,0 +1,66 @@
+"""How far a device may run ahead of those who read what it gave away: a bound in bytes.
+
+A device that only gives does not wait for its readers, so a quick one would fill memory with copies. It waits, before
+it takes part in the next exchange, when too many bytes of its earlier gifts are unread. That cannot lock up: all
+devices run one stream in one order, so the first exchange that is not complete needs nothing of later ones, and every
+gift of those before it can be read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+
+from dtorch_runtime.errors import ClusterTimeout
+
+#: Smaller gifts are not counted: the bound on outstanding ops bounds them.
+MIN_BYTES = 64 * 1024
+
+
+class RunAhead:
+    """Bytes that each device has given away and that are unread. Safe to use from any thread.
+
+    Args:
+        max_bytes: a device with more than this unread waits before it gives more.
+        timeout_s: longest wait.
+    """
+
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        # Reentrant: dropping a tensor may release it on a thread that is inside one of these methods.
+        self._changed = threading.Condition(threading.RLock())
+        self._unread: defaultdict[int, int] = defaultdict(int)
+
+    def num_unread(self, device: int) -> int:
+        """Bytes of the device's gifts that are unread."""
+        return self._unread[device]
+
+    def wait_for_room(self, device: int, what: object) -> None:
+        """Called before a device gives something away in an exchange.
+
+        Raises:
+            ClusterTimeout: earlier gifts were not read in time; the text of ``what`` names the exchange.
+        """
+        if self._unread[device] <= self._max_bytes:
+            return
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._unread[device] <= self._max_bytes, self._timeout_s):
+                raise ClusterTimeout(
+                    f"what device {device} gave before to be read, ahead of {what}",
+                    self._timeout_s,
+                    f"{self._unread[device]} bytes are unread",
+                )
+
+    def lend(self, device: int, num_bytes: int) -> Callable[[], None]:
+        """Count a gift. What is returned is to be called once, when it has been read."""
+        with self._changed:
+            self._unread[device] += num_bytes
+        return partial(self._release, device, num_bytes)
+
+    def _release(self, device: int, num_bytes: int) -> None:
+        with self._changed:
+            self._unread[device] -= num_bytes
+            self._changed.notify_all()
