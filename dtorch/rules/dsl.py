@@ -203,16 +203,25 @@ class Binder:
     unaffected: frozenset[int] = frozenset()
     linear_if: Callable[[Call], bool] | None = field(default=None, repr=False)
 
-    def __call__(self, call: Call) -> Equation | None:
-        """The equation of a call; None when the ranks do not fit the notation."""
-        parsed = parse(self.notation if isinstance(self.notation, str) else self.notation(call))
+    def parsed(self, call: Call) -> _Parsed:
+        """The notation of a call."""
+        return parse(self.notation if isinstance(self.notation, str) else self.notation(call))
+
+    def parts(self, call: Call) -> tuple[list[str | None], list[int | None]]:
+        """The letters of each input, and the input of each operand."""
         parts: list[str | None] = [None] * len(call.inputs)
         of_operand: list[int | None] = []
-        for parameter, letters in zip(_operands(call), parsed.inputs, strict=False):
+        for parameter, letters in zip(_operands(call), self.parsed(call).inputs, strict=False):
             operand = call.operands[parameter]
             of_operand.append(operand if isinstance(operand, int) else None)
             if isinstance(operand, int):
                 parts[operand] = letters
+        return parts, of_operand
+
+    def __call__(self, call: Call) -> Equation | None:
+        """The equation of a call; None when the ranks do not fit the notation."""
+        parsed = self.parsed(call)
+        parts, of_operand = self.parts(call)
         dims = assign(parts, call.inputs)
         if dims is None:
             return None
@@ -385,11 +394,22 @@ def full_names(names: str) -> list[str]:
     return [name if "::" in name else f"aten::{name}" for name in names.split()]
 
 
+def _has_all_letters(letters: str | None, dims: Dims | None) -> bool:
+    """Whether no dim with a letter of its own is broadcast: products do not broadcast what they contract."""
+    if letters is None or dims is None or letters.startswith("?"):
+        return True
+    before, _, after = letters.partition("...")
+    named = zip([*before, *after], [*dims[: len(before)], *dims[len(dims) - len(after) :]])
+    return all(name is not None or letter == "1" for letter, name in named)
+
+
 def letters_shape(binder: Binder, call: Call) -> Metas | None:
     """Contiguous results whose sizes are those of the letters, in the dtype that all inputs have."""
     equation = binder(call)
     dtype = call.inputs[0].dtype
     if equation is None or any(spec.dtype is not dtype for spec in call.inputs):
+        return None
+    if not all(map(_has_all_letters, binder.parts(call)[0], equation.inputs)):
         return None
     sizes: dict[str | None, int] = {None: 1}
     for dims, spec in zip(equation.inputs, call.inputs, strict=True):

@@ -206,6 +206,10 @@ def test_a_factory_without_a_layout_is_our_bug() -> None:
     ("call", "error"),
     [
         (lambda: propagate(aten.mm.default, (spec(4, 5), spec(4, 5)), {}), RuntimeError),
+        (lambda: propagate(aten.mm.default, (spec(4, 1), spec(5, 2)), {}), RuntimeError),
+        (lambda: propagate(aten.bmm.default, (spec(1, 4, 5), spec(3, 5, 2)), {}), RuntimeError),
+        (lambda: propagate(aten.linear.default, (spec(2, 4, 1), spec(3, 5)), {}), RuntimeError),
+        (lambda: propagate(aten.matmul.default, (spec(2, 4, 1), spec(5, 3)), {}), RuntimeError),
         (lambda: propagate(aten.add.Tensor, (spec(4), spec(3)), {}), RuntimeError),
         (lambda: propagate(aten.add_.Tensor, (spec(1), spec(3)), {}), RuntimeError),
         (lambda: propagate(aten.view.default, (spec(4), [3]), {}), RuntimeError),
