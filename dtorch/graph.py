@@ -56,6 +56,11 @@ class Graph:
     """
 
     def __init__(self, session: Session | None = None) -> None:
+        #: Guarded by the lock: the batch to come, and the ops in it.
+        self.words: list[int] = []
+        self.num_ops = 0
+        #: Ids of values without a symbol, which the cluster still holds.
+        self.dropped: list[int] = []
         if session is None:
             from dtorch.cluster import current_session  # a session makes graphs
 
@@ -66,17 +71,12 @@ class Graph:
         self.entries = session.entries
         self.new_value_id = session.new_value_id
         self.lock = threading.Lock()
-        #: Guarded by the lock: the batch to come, and the ops in it.
-        self.words: list[int] = []
-        self.num_ops = 0
         self.max_ops = session.settings.batch_ops
         #: When the oldest op of the batch was issued, and by which thread.
         self.started_s = 0.0
         self.thread_id = threading.get_ident()
         #: The number of the last message sent.
         self.last_seq = 0
-        #: Ids of values without a symbol, which the cluster still holds.
-        self.dropped: list[int] = []
         self._meshes: list[DeviceMesh] = []
         self._outer: list[Graph | None] = []
         session.add_graph(self)
@@ -181,6 +181,7 @@ class Graph:
         Raises:
             ClusterTimeout, ControllerLost, SessionClosed: as ``append``.
         """
+        self.session.check_open()  # before the lock: in a forked child another thread may have held it
         with self.lock:
             self.send_batch()
             return self.last_seq
