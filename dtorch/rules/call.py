@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeAlias
@@ -138,6 +138,12 @@ class Call:
         assert isinstance(value, Spec), f"{self.op}: {name} is {value!r}"
         return value
 
+    def with_inputs(self, inputs: Sequence[Spec]) -> Call:
+        """The same call on other tensors."""
+        remaining = iter(inputs)
+        args = tuple(_replaced(value, remaining) for value in self.args)
+        return Call(self.op, args, {name: _replaced(value, remaining) for name, value in self.kwargs.items()})
+
     @cached_property
     def operands(self) -> dict[str, Operand]:
         """For each tensor parameter, the numbers of its inputs."""
@@ -173,6 +179,14 @@ def _collect(value: Any, into: list[Spec]) -> None:
     elif type(value) in (list, tuple):
         for item in value:
             _collect(item, into)
+
+
+def _replaced(value: Any, remaining: Iterator[Spec]) -> Any:
+    if type(value) is Spec:
+        return next(remaining)
+    if type(value) in (list, tuple):
+        return [_replaced(item, remaining) for item in value]
+    return value
 
 
 def _number(name: str, value: Any, numbers: Iterator[int], found: dict[str, Operand]) -> None:

@@ -44,7 +44,7 @@ from dtorch.rules.equation import (
 from dtorch.rules.registry import register
 from dtorch.rules.whole import plan_same_op
 from dtorch.shapes import Metas, ShapeFunction, TensorMeta, register_shape
-from dtorch.spec import Spec, contiguous_stride
+from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, ReduceOp
 
@@ -80,6 +80,8 @@ class EquationRule:
             raise explain.mismatch(call, equation, mismatch) from None
         check_written_placements(call, equation, matched, out_shapes)
         self._check_empty(call, equation, matched)
+        if matched.conversions and not call.op.writes:
+            metas = _after_conversions(call, matched, metas)
         if self.specialize is not None:
             plan = self.specialize(call, matched, metas)
             if plan is not None:
@@ -123,6 +125,17 @@ def _metas(call: Call) -> Metas:
         spec = call.inputs[index]
         result.append(TensorMeta(spec.shape, spec.stride, spec.dtype))
     return tuple(result)
+
+
+def _after_conversions(call: Call, matched: Matched, metas: Metas) -> Metas:
+    """A converted piece is row-major whatever the tensor was, and strides of results follow those of inputs."""
+    inputs = list(call.inputs)
+    for index, _ in matched.conversions:
+        spec = inputs[index]
+        inputs[index] = intern_spec(spec.shape, spec.dtype, spec.layout)
+    if all(new is old for new, old in zip(inputs, call.inputs, strict=True)):
+        return metas
+    return shapes.infer(call.with_inputs(inputs))
 
 
 def _out_shapes(call: Call, metas: Metas) -> list[tuple[int, ...] | None]:

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtorch import shapes
-from dtorch.plan import OpPlan
-from dtorch.rules.call import Call, local_shape
+from dtorch.plan import NewOutput, OpPlan
+from dtorch.rules import explain
+from dtorch.rules.call import ArgumentEncoder, Call, local_shape
 from dtorch.rules.dsl import full_names
 from dtorch.rules.random import whole_where_partial
 from dtorch.rules.registry import register
-from dtorch.rules.whole import plan_same_op, replicated
-from dtorch.shapes import Metas, TensorMeta, preserved_stride, register_shape
-from dtorch.spec import contiguous_stride
-from dtorch_runtime.wire.records import DeviceArg
+from dtorch.rules.whole import plan_same_op, plan_whole, replicated
+from dtorch.shapes import Metas, TensorMeta, is_dense, preserved_stride, register_shape
+from dtorch.spec import contiguous_stride, intern_spec
+from dtorch_runtime.wire.records import DeviceArg, ListArg
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,39 @@ class LikeRule:
         return ["self: any -> as self, R where self is P" + (" or the size differs" if self.sized else "")]
 
 
+@dataclass(frozen=True)
+class StridedRule:
+    """``x.new_empty_strided(size, stride)``, as autograd asks for when it stores a gradient: placed as ``x``."""
+
+    always: bool = False
+
+    def plan(self, call: Call) -> OpPlan:
+        """The plan of a call. Raises PlacementError where ``x`` is not whole and the sizes differ or leave gaps."""
+        spec = call.inputs[0]
+        if call.is_replicated:
+            return plan_whole(call)
+        shape, stride = tuple(call.get("size")), tuple(call.get("stride"))
+        if shape != spec.shape or not is_dense(shape, stride):
+            raise explain.refused(
+                call, "the sizes are not those of self, or leave gaps", self.signatures(call)
+            )
+        layout = whole_where_partial(spec.layout)
+        dtype = call.get("dtype") or spec.dtype
+        order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
+        encoder = ArgumentEncoder()
+        return OpPlan(
+            op="aten::empty_permuted.default",
+            args=(local_shape(shape, layout), ListArg(list(order))),
+            kwargs={"dtype": encoder.encode(dtype), "device": DeviceArg()},
+            layouts=(spec.layout,),
+            outputs=(NewOutput(intern_spec(shape, dtype, layout, stride)),),
+        )
+
+    def signatures(self, call: Call) -> list[str]:
+        """Any placement of a tensor of the same sizes."""
+        return ["self: any, size as self -> as self, R where self is P", "self: R -> R"]
+
+
 def _like_shape(call: Call) -> Metas | None:
     spec = call.inputs[0]
     if call.get("memory_format") is not None:
@@ -64,5 +98,6 @@ _LIKE = full_names("zeros_like ones_like full_like empty_like")
 _NEW = full_names("new_zeros new_ones new_full new_empty")
 register(_LIKE, LikeRule())
 register(_NEW, LikeRule(sized=True))
+register(full_names("new_empty_strided"), StridedRule())
 register_shape(_LIKE, _like_shape)
 register_shape(_NEW, _new_shape)

@@ -56,6 +56,21 @@ def test_gradients_of_matmul(
     torch.testing.assert_close(y.grad.to_torch(), leaves[1].grad)  # type: ignore[union-attr]  # it has one
 
 
+@pytest.mark.parametrize("placement", [R, Shard(0), Shard(1)])
+def test_gradients_keep_the_strides_of_the_parameter(mesh: DeviceMesh, placement: Placement) -> None:
+    """The gradient of a transposed weight comes transposed, and is stored as the weight is."""
+    a, b = torch.randn(4, 6), torch.randn(5, 6)
+    want = b.clone().requires_grad_()
+    (a @ want.t()).square().sum().backward()
+    x = dtorch.from_torch(a, device_mesh=mesh, placements=[Shard(1) if placement == Shard(1) else R])
+    w = leaf(b, mesh, placement)
+    whole(x @ w.t()).square().sum().backward()
+    gradient: Any = w.grad
+    assert gradient.placements == (placement,)
+    assert gradient.stride() == b.stride()
+    torch.testing.assert_close(gradient.to_torch(), want.grad)
+
+
 def test_second_derivatives(mesh: DeviceMesh) -> None:
     def penalty(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(whole(F.linear(x, w)).square().sum(), x, create_graph=True)

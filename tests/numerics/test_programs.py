@@ -176,3 +176,13 @@ def test_random_programs(rng: random.Random, block: int) -> None:
                 msg=lambda m, h=history: "\n".join([m, *h]),
             )
     assert num_steps > 100, "nearly nothing was allowed"
+
+
+def test_a_whole_operand_that_is_cut_loses_its_order_in_memory() -> None:
+    """The client must not allow a view that the pieces do not have."""
+    mesh = MESHES[0]
+    whole, cut = torch.randn(4, 6).t(), torch.randn(4, 6).t()
+    product = run(aten.mul.Tensor, shard(whole, mesh, [Replicate()]), shard(cut, mesh, [Shard(0)]))
+    assert product.spec.stride == tuple(product.pieces[0].new_empty(6, 4).stride())
+    flat = run(aten.view.default, product, [24])
+    torch.testing.assert_close(gather(flat), (whole * cut).reshape(24))

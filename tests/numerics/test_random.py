@@ -128,3 +128,14 @@ def test_dropout_keeps_its_share_and_scales() -> None:
 def test_likeness(placement: Placement, func: Any, args: tuple[Any, ...], want: torch.Tensor) -> None:
     x = shard(torch.randn(4, 5), THREE, [placement])
     torch.testing.assert_close(gather(run(func, x, *args)), want)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()])
+@pytest.mark.parametrize("stride", [(5, 1), (1, 4)])
+def test_new_tensors_with_strides(placement: Placement, stride: tuple[int, int]) -> None:
+    x = shard(torch.randn(4, 5), THREE, [placement])
+    new = run(aten.zero_.default, run(aten.new_empty_strided.default, x, [4, 5], list(stride)))
+    assert new.spec.stride == stride
+    torch.testing.assert_close(gather(new), torch.zeros(4, 5))
+    for piece in new.pieces.values():
+        assert min(piece.shape) < 2 or (piece.stride(0) > piece.stride(1)) == (stride == (5, 1))

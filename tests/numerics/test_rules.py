@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtorch.rules.call import op_of
-from dtorch.rules.new_like import LikeRule
+from dtorch.rules.new_like import LikeRule, StridedRule
 from dtorch.rules.random import RandomRule
 from dtorch.rules.tables import find_rule, registered
 from dtorch_runtime.errors import PlacementError
@@ -23,7 +23,7 @@ from tests.support.rule_checks import Sample, check, check_all, choices, claimed
 
 EVERY = [*ALL, *MORE]
 #: Rules whose results no call of plain torch gives: their tests are in test_random.py.
-TESTED_ELSEWHERE = (RandomRule, LikeRule)
+TESTED_ELSEWHERE = (RandomRule, LikeRule, StridedRule)
 
 
 @pytest.fixture(autouse=True, scope="module")
