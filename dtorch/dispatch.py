@@ -12,7 +12,7 @@ import torch
 
 from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle, is_default_mesh
-from dtorch.issue import DEVICE, Entry, issue, make_entry, make_symbol, upload
+from dtorch.issue import DEVICE, Entry, issue, make_entry, upload
 from dtorch.location import capture, known
 from dtorch.plan import NewOutput, OpPlan
 from dtorch.propagate import propagate
@@ -412,8 +412,3 @@ def fetched(tensor: Any) -> torch.Tensor:
     """The value of a symbol, as a CPU tensor of global shape, waited for; autograd does not see it."""
     future: TensorFuture = tensor._handle.graph.session.fetch(tensor._handle, tensor._spec)
     return future.get()
-
-
-def alias(tensor: Any, spec: Spec) -> Any:
-    """Another symbol for the same value."""
-    return make_symbol(type(tensor), spec, tensor._handle)

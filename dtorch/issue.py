@@ -184,7 +184,8 @@ def transfer(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int
             outputs=(NewOutput(intern_spec(spec.shape, spec.dtype, layout)),),
         )
         entry = graph.entries[key] = make_entry(graph.session, plan, "redistribute", 1)
-    return issue(cls, entry, graph, (tensor,), location)
+    [value_id] = graph.append(entry.template, location, (tensor._handle.value_id,), 1)
+    return make_symbol(cls, entry.spec, Handle(graph, value_id, entry, location))
 
 
 def upload(cls: type[torch.Tensor], graph: Graph, tensor: torch.Tensor, layout: Layout, location: int) -> Any:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 
-from dtorch.dispatch import alias
 from dtorch.issue import transfer
 from dtorch.location import capture
 from dtorch_runtime.errors import MeshError, PlacementError
@@ -56,9 +55,8 @@ def redistribute(tensor: Any, device_mesh: DeviceMesh | None, placements: Sequen
 
 
 def _move(tensor: Any, layout: Layout) -> Any:
-    tensor = tensor.detach()
     if layout == tensor._spec.layout:
-        return alias(tensor, tensor._spec)
+        return tensor.detach()
     return transfer(type(tensor), tensor, layout, capture(sys._getframe(1), tensor._handle.graph.thread_id))
 
 
