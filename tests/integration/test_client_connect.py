@@ -1,0 +1,93 @@
+"""Joining a cluster that is there, in every way that a program can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import dtorch
+from dtorch.cluster import ENV_ADDRESS, ENV_SESSION_KEY
+from dtorch_runtime.local import LocalCluster
+from dtorch_runtime.settings import Settings
+
+
+async def test_async_with(shared_processes: LocalCluster) -> None:
+    local = shared_processes
+    async with dtorch.connect(local.address, session_key=local.session_key) as cluster:
+        assert cluster.address == local.address
+        assert cluster.devices == [0, 1, 2, 3]
+        x = dtorch.ones(2) + 1
+        assert x.graph is cluster.graph
+        assert (await x.value()).tolist() == [2.0, 2.0]
+    with pytest.raises(dtorch.SessionClosed):
+        x.to_torch()
+    assert "not connected" in repr(cluster)
+
+
+def test_connections_nest(shared_processes: LocalCluster, cluster: dtorch.Cluster) -> None:
+    outer = dtorch.ones(2)
+    local = shared_processes
+    with dtorch.connect(local.address, session_key=local.session_key) as other:
+        assert dtorch.ones(2).graph.session is other.session
+        assert (outer + 1).to_torch().tolist() == [2.0, 2.0]
+    assert dtorch.ones(2).graph.session is cluster.session
+
+
+def test_the_environment_names_the_cluster(
+    shared_processes: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_ADDRESS, shared_processes.address)
+    monkeypatch.setenv(ENV_SESSION_KEY, shared_processes.session_key.hex())
+    try:
+        assert dtorch.ones(2).tolist() == [1.0, 1.0]
+        assert dtorch.ones(2).graph.session.address == shared_processes.address
+    finally:
+        dtorch.shutdown()
+
+
+def test_an_error_inside_the_block_is_not_hidden_by_one_at_its_end(shared_processes: LocalCluster) -> None:
+    local = shared_processes
+    with (
+        pytest.raises(KeyError, match="mine"),
+        dtorch.connect(  # noqa: PT012  which of two errors comes out
+            local.address, session_key=local.session_key
+        ),
+    ):
+        dtorch.ones(2)[dtorch.tensor([5])]
+        raise KeyError("mine")
+    with pytest.raises(dtorch.RemoteOpError, match="IndexError"):  # noqa: SIM117  the inner one raises at its end
+        with dtorch.connect(local.address, session_key=local.session_key):
+            dtorch.ones(2)[dtorch.tensor([5])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (lambda c: {"address": c.address, "session_key": b"x" * 32}, dtorch.HandshakeError, "session key"),
+        (lambda c: {"address": c.address, "session_key": b""}, dtorch.DTorchError, "session"),
+        (lambda c: {"address": c.address}, dtorch.SettingError, "needs its session key"),
+        (lambda c: {"address": "abacus://here", "session_key": b"x" * 32}, dtorch.TransportError, "abacus"),
+        (lambda c: {"num_nodes": 0}, dtorch.SettingError, "num_nodes"),
+        (lambda c: {"devices_per_node": -1}, dtorch.SettingError, "devices_per_node"),
+    ],
+    ids=["wrong key", "empty key", "no key", "scheme", "no nodes", "negative"],
+)
+def test_what_cannot_be_joined_says_why(
+    shared_processes: LocalCluster,
+    arguments: Callable[[LocalCluster], dict[str, Any]],
+    error: type[Exception],
+    message: str,
+) -> None:
+    connection = dtorch.connect(**arguments(shared_processes))
+    with pytest.raises(error, match=message), connection:
+        pass
+
+
+def test_nobody_there(unused_endpoint: Callable[[str], str]) -> None:
+    connection = dtorch.connect(
+        unused_endpoint("tcp"), session_key=b"x" * 32, settings=Settings(start_timeout_s=0.1)
+    )
+    with pytest.raises(dtorch.ClusterTimeout, match=r"waited 0\.1 s for a connection"), connection:
+        pass
