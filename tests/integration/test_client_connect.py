@@ -47,19 +47,18 @@ def test_the_environment_names_the_cluster(
         dtorch.shutdown()
 
 
-def test_an_error_inside_the_block_is_not_hidden_by_one_at_its_end(shared_processes: LocalCluster) -> None:
-    local = shared_processes
-    with (
-        pytest.raises(KeyError, match="mine"),
-        dtorch.connect(  # noqa: PT012  which of two errors comes out
-            local.address, session_key=local.session_key
-        ),
-    ):
+def fail_on_a_worker(local: LocalCluster, error: Exception | None = None) -> None:
+    with dtorch.connect(local.address, session_key=local.session_key):
         dtorch.ones(2)[dtorch.tensor([5])]
-        raise KeyError("mine")
-    with pytest.raises(dtorch.RemoteOpError, match="IndexError"):  # noqa: SIM117  the inner one raises at its end
-        with dtorch.connect(local.address, session_key=local.session_key):
-            dtorch.ones(2)[dtorch.tensor([5])]
+        if error is not None:
+            raise error
+
+
+def test_an_error_inside_the_block_is_not_hidden_by_one_at_its_end(shared_processes: LocalCluster) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        fail_on_a_worker(shared_processes, KeyError("mine"))
+    with pytest.raises(dtorch.RemoteOpError, match="IndexError"):
+        fail_on_a_worker(shared_processes)
 
 
 @pytest.mark.parametrize(
