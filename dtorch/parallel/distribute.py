@@ -11,7 +11,7 @@ from torch import nn
 from dtorch.graph import Graph
 from dtorch.parallel.buffers import restore_buffers
 from dtorch.parallel.facts import auto_plan, base_prefix, collect_facts
-from dtorch.parallel.hooks import add_entry_hooks, add_module_hooks
+from dtorch.parallel.hooks import add_entry_hooks, add_gradient_hook, add_module_hooks
 from dtorch.parallel.place import Progress, check_sources, collect_homes, find_stored, place
 from dtorch.parallel.tp_plan import Plan, check_mesh, plan_modules
 from dtorch.parallel.weights import Checkpoint
@@ -69,6 +69,8 @@ def parallelize(
     for name, module in model.named_modules():
         if name in plans:
             add_module_hooks(module, plans[name])
+    for parameter in model.parameters():
+        add_gradient_hook(parameter)
     add_entry_hooks(model, mesh)
     object.__setattr__(model, "dtorch_mesh", mesh)
     return model

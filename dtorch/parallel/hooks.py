@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from dtorch.graph import Graph
 from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, ModulePlan, has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Placement, Placements, Replicate, Shard
+from dtorch_runtime.ir.placement import Partial, Placement, Placements, Replicate, Shard
 
 #: Names of the argument that says what the batch size is, in the order in which they are looked for.
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "input_values", "input_features", "pixel_values")
@@ -42,6 +42,19 @@ def add_module_hooks(module: nn.Module, plan: ModulePlan) -> None:
 def _restore_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     restored: Tensor = output.redistribute_by_dict({TP_AXIS: Replicate()})
     return restored
+
+
+def add_gradient_hook(parameter: nn.Parameter) -> None:
+    """Bring each gradient of ``parameter`` to the placements of the parameter before it is accumulated.
+
+    Data parallelism leaves a partial sum on each part of the batch; an optimizer wants the sum. A parameter that does
+    not require a gradient when it is made parallel gets no hook.
+    """
+    if not parameter.requires_grad:
+        return
+    # Terms of a sum all have the gradient of the sum.
+    placements = [Replicate() if isinstance(p, Partial) else p for p in cast(Tensor, parameter).placements]
+    parameter.register_hook(lambda gradient: gradient.redistribute(placements=placements))
 
 
 # ---- the model's entry and exit ----

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import dtorch
-from dtorch import DeviceMesh, Partial, Replicate, Shard
+from dtorch import DeviceMesh, Replicate, Shard
 from dtorch_runtime.ir.placement import Placement
 from tests.support.tiny_llama import prompt, tiny_llama
 
@@ -115,20 +115,12 @@ def test_optimizers_step_on_pieces(
     torch.testing.assert_close(cut.detach().to_torch(), plain.detach())
 
 
-def reduce_gradient(parameter: Any) -> None:
-    """Hold the gradient as the parameter is held; terms of a partial sum all have the gradient of the sum."""
-    placements = [R if isinstance(p, Partial) else p for p in parameter.placements]
-    parameter.grad = parameter.grad.redistribute(placements=placements)
-
-
 @pytest.mark.timeout(120)
 def test_a_language_model_learns_the_same_on_two_by_two_devices(grid: DeviceMesh) -> None:
     """Batch of three on dp, nine heads in groups of three on tp, AdamW: losses of plain PyTorch."""
     ids = prompt(batch=3)
     reference, model = tiny_llama(num_hidden_layers=1), tiny_llama(num_hidden_layers=1)
     dtorch.parallelize(model, grid)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(reduce_gradient)
     losses = []
     for network, tokens in ((reference, ids), (model, dtorch.from_torch(ids, device_mesh=grid))):
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
