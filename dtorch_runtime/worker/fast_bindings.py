@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 _FUNCTIONS = """
-abs.default add.Tensor addmm.default all.default any.default argmax.default bitwise_and.Tensor bitwise_not.default
-bitwise_or.Tensor bmm.default cat.default clamp.default clone.default cos.default cumsum.default div.Tensor embedding.default eq.Scalar
-eq.Tensor exp.default ge.Scalar ge.Tensor gt.Scalar gt.Tensor index_select.default isfinite.default le.Scalar
-le.Tensor log.default logical_and.default logical_not.default logical_or.default lt.Scalar lt.Tensor
-matmul.default maximum.default
-mean.default mean.dim minimum.default mm.default mul.Tensor ne.Scalar ne.Tensor neg.default pow.Tensor_Scalar
-pow.Tensor_Tensor reciprocal.default relu.default rsqrt.default select.int sigmoid.default sin.default
-softmax.int split_with_sizes.default sqrt.default squeeze.dim stack.default sub.Tensor sum.default sum.dim_IntList t.default
+abs.default add.Tensor addmm.default all.default any.default argmax.default bitwise_and.Tensor
+bitwise_not.default bitwise_or.Tensor bmm.default cat.default clamp.default clone.default cos.default
+cumsum.default div.Tensor embedding.default eq.Scalar eq.Tensor exp.default ge.Scalar ge.Tensor gt.Scalar
+gt.Tensor index_select.default isfinite.default le.Scalar le.Tensor log.default logical_and.default
+logical_not.default logical_or.default lt.Scalar lt.Tensor matmul.default maximum.default mean.default mean.dim
+minimum.default mm.default mul.Tensor ne.Scalar ne.Tensor neg.default pow.Tensor_Scalar pow.Tensor_Tensor
+reciprocal.default relu.default rsqrt.default select.int sigmoid.default sin.default softmax.int
+split_with_sizes.default sqrt.default squeeze.dim stack.default sub.Tensor sum.default sum.dim_IntList t.default
 tanh.default transpose.int tril.default triu.default unsqueeze.default where.self
 """
 _METHODS = """
