@@ -81,9 +81,6 @@ _WITHOUT_TORCH = frozenset(
         "dtorch_runtime.settings",
     )
 )
-#: Names whose use makes tensors: the processes of an embedded cluster load while torch is imported here.
-_STARTING = frozenset((*_FACTORY,))
-
 __all__ = [*_HOMES]  # frozen by a test  # noqa: PLE0604  strings, made from the tuples above
 
 if TYPE_CHECKING:  # `as` tells type checkers that the name is public
@@ -149,12 +146,26 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
     if "torch" not in sys.modules and home not in _WITHOUT_TORCH:
-        if name in _STARTING:
-            importlib.import_module("dtorch.cluster").start_ahead()
+        if name in _FACTORY:
+            return _starting(name)
         importlib.import_module("torch")  # by itself, so that the device is registered right after it
     module = importlib.import_module(home)
     value = globals()[name] = module if name in _SUBPACKAGES else getattr(module, name)
     return value
+
+
+def _starting(name: str) -> Any:
+    """A factory while torch is not imported: its call starts a cluster, which loads while torch is imported here."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch" not in sys.modules:
+            importlib.import_module("dtorch.cluster").start_ahead()
+            importlib.import_module("torch")
+        return getattr(importlib.import_module("dtorch.factory"), name)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"See ``dtorch.factory.{name}``; torch is not imported yet."
+    return call
 
 
 def __dir__() -> list[str]:
