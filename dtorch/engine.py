@@ -18,8 +18,8 @@ from torch._C import _ImperativeEngine
 
 from dtorch.location import in_backward
 
-#: Errors that were on their way when a guard was asked, oldest first.
-_errors: deque[BaseException] = deque(maxlen=64)
+#: Errors that were on their way when a guard was asked, the last one last; some were caught elsewhere.
+_errors: deque[BaseException] = deque(maxlen=8)
 #: Any function of the C API called through it raises the error that is set, if one is.
 _raise_pending = ctypes.pythonapi.PyErr_Occurred
 
@@ -51,7 +51,7 @@ class Engine(_ImperativeEngine):
         except SystemError:
             if not _errors:
                 raise
-            raise _errors.popleft() from None
+            raise _errors.pop() from None
         finally:
             in_backward.remove(thread_id)
 
