@@ -293,7 +293,7 @@ def smollm2() -> tuple[Any, torch.Tensor, list[list[int]]]:
 
 @pytest.mark.model
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["tp=2", "tp=2 across nodes", "dp=2 x tp=2, a copy on each node"])
+@pytest.mark.parametrize("name", MESHES)
 def test_smollm2_gives_the_tokens_of_plain_torch(
     smollm2: tuple[Any, torch.Tensor, list[list[int]]], name: str
 ) -> None:
