@@ -123,6 +123,7 @@ def test_a_forked_child_is_told_so() -> None:
 import dtorch, torch
 x = dtorch.ones(3)
 x.to_torch()
+faulthandler.cancel_dump_traceback_later()  # its thread is not in the child, which would wait for it at exit
 child = os.fork()
 if child == 0:
     for use in (lambda: x + 1, x.to_torch, lambda: dtorch.ones(2), dtorch.init, lambda: x.graph.sync()):
