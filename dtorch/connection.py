@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 import torch
 
+from dtorch.batches import Batches
 from dtorch.failures import check_devices, error_of
 from dtorch.future import ClusterFuture, SyncFuture, TensorFuture
 from dtorch.graph import DEFAULT_AXIS, Graph, Handle
@@ -44,7 +44,6 @@ from dtorch_runtime.errors import (
 )
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import mesh_to_record
-from dtorch_runtime.ir.stream import FREE, pack
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.base import ThreadLink
 from dtorch_runtime.wire.codec import MalformedMessage, decode_to_client, encode
@@ -94,14 +93,12 @@ class Session:
         self._waiting: dict[int, ClusterFuture[Any]] = {}
         self._templates: dict[bytes, int] = {}
         self._defined_meshes: set[int] = set()
-        self._graphs: WeakValueDictionary[int, Graph] = WeakValueDictionary()
-        #: What graphs had not sent when they died: graph id, words, number of ops, dropped values.
-        self.orphans: list[tuple[int, list[int], int, list[int]]] = []
         self._default_mesh: DeviceMesh | None = None
         #: Why the session is over: makes the error that every later use raises.
         self._end: Callable[[], DTorchError] | None = None
         self._local = threading.local()
         self._receiver = Receiver(link, self._receive_all)
+        self.batches = Batches(self)
         #: Whether the I/O thread sleeps without watching the age of batches.
         self._is_idle = False
         self._is_stopping = False
@@ -122,12 +119,6 @@ class Session:
         before: Graph | None = getattr(self._local, "graph", None)
         self._local.graph = graph
         return before
-
-    def add_graph(self, graph: Graph) -> None:
-        """Watch the age of its batches."""
-        self.check_open()
-        with self._changed:
-            self._graphs[graph.graph_id] = graph
 
     def default_mesh(self) -> DeviceMesh:
         """The mesh of tensors made without one: all devices of the cluster, on an axis named "default".
@@ -335,8 +326,7 @@ class Session:
         Raises:
             ClusterTimeout, ControllerLost, SessionClosed: as for any wait.
         """
-        seq = max((graph.flush() for graph in self._live_graphs()), default=0)
-        self.sync_after(seq, f"{self!r} to finish its ops").wait(timeout_s)
+        self.sync_after(self.batches.flush_all(), f"{self!r} to finish its ops").wait(timeout_s)
 
     def raise_unfetched(self) -> None:
         """Raise the oldest failure that nobody has seen, if there is one."""
@@ -363,8 +353,10 @@ class Session:
     def _run(self) -> None:
         while not self._is_stopping:
             try:
-                self._is_idle = not self._flush_old()
-                if self._is_idle and self._any_batch():  # begun between the two, and nobody will wake us
+                self._is_idle = not self.batches.flush_old(self.settings.batch_age_s)
+                if (
+                    self._is_idle and self.batches.is_any_begun()
+                ):  # begun between the two, and nobody will wake us
                     self._is_idle = False
                 self._receiver.serve(_IDLE_WAIT_S if self._is_idle else self.settings.batch_age_s)
             except (TransportError, ControllerLost) as error:
@@ -433,27 +425,6 @@ class Session:
         future = self._pop_waiting(fetch_id)
         if future is not None:
             future.finish(lambda: self._raised(failure))
-
-    def _any_batch(self) -> bool:
-        return any(graph.words for graph in self._live_graphs())
-
-    def _live_graphs(self) -> list[Graph]:
-        with self._changed:
-            return list(self._graphs.values())
-
-    def _send_orphans(self) -> None:
-        while self.orphans and self.has_room(self.orphans[0][2]):
-            graph_id, words, num_ops, dropped = self.orphans.pop(0)
-            self.send_ops(graph_id, pack([*words, FREE, len(dropped), *dropped]), num_ops)
-
-    def _flush_old(self) -> bool:
-        """Send the batches that are old enough. False when there is nothing to watch."""
-        limit_s = time.monotonic() - self.settings.batch_age_s
-        is_busy = False
-        for graph in self._live_graphs():
-            is_busy |= graph.flush_if_older(limit_s)
-        self._send_orphans()
-        return is_busy
 
     # ---- the end ----
 

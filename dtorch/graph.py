@@ -79,7 +79,8 @@ class Graph:
         self.last_seq = 0
         self._meshes: list[DeviceMesh] = []
         self._outer: list[Graph | None] = []
-        session.add_graph(self)
+        session.check_open()
+        session.batches.add(self)
 
     @staticmethod
     def default_graph() -> Graph:
@@ -206,7 +207,7 @@ class Graph:
     def __del__(self) -> None:
         # A graph outlives its values; what it has not sent yet is left to the session's thread.
         if self.words or self.dropped:
-            self.session.orphans.append((self.graph_id, self.words, self.num_ops, self.dropped))
+            self.session.batches.orphans.append((self.graph_id, self.words, self.num_ops, self.dropped))
 
     # ---- waiting ----
 

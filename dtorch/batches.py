@@ -1,0 +1,54 @@
+"""The graphs of a session: which hold ops that are old enough to be sent, and what dead ones have left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from dtorch_runtime.ir.stream import FREE, pack
+
+if TYPE_CHECKING:  # a session makes graphs
+    from dtorch.connection import Session
+    from dtorch.graph import Graph
+
+
+class Batches:
+    """Knows the graphs of one session, without keeping them alive."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        #: Guarded by the lock: graph id -> graph.
+        self._graphs: WeakValueDictionary[int, Graph] = WeakValueDictionary()
+        #: What graphs had not sent when they died: graph id, words, number of ops, dropped values.
+        self.orphans: list[tuple[int, list[int], int, list[int]]] = []
+
+    def add(self, graph: Graph) -> None:
+        """Watch a graph."""
+        with self._lock:
+            self._graphs[graph.graph_id] = graph
+
+    def is_any_begun(self) -> bool:
+        """Whether some graph has ops to send."""
+        return any(graph.words for graph in self._live())
+
+    def flush_all(self) -> int:
+        """Send everything; returns the number of the last message. Raises as ``Graph.flush``."""
+        return max((graph.flush() for graph in self._live()), default=0)
+
+    def flush_old(self, age_s: float) -> bool:
+        """Send the batches of that age, if there is room. False when no graph has ops to send."""
+        limit_s = time.monotonic() - age_s
+        is_busy = False
+        for graph in self._live():
+            is_busy |= graph.flush_if_older(limit_s)
+        while self.orphans and self._session.has_room(self.orphans[0][2]):
+            graph_id, words, num_ops, dropped = self.orphans.pop(0)
+            self._session.send_ops(graph_id, pack([*words, FREE, len(dropped), *dropped]), num_ops)
+        return is_busy
+
+    def _live(self) -> list[Graph]:
+        with self._lock:
+            return list(self._graphs.values())
