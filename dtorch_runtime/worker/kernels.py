@@ -1,6 +1,6 @@
 """What an op name means on a worker: a torch operator, or one of our own under ``dtorch::``.
 
-To add a kernel of our own, write a function of local tensors and constants, and decorate it::
+To add a kernel of our own, write a function of local tensors and constants in ``shard_kernels``, and decorate it::
 
     @kernel("my_op")
     def my_op(x: torch.Tensor, start: int) -> torch.Tensor: ...
@@ -102,54 +102,3 @@ def find_kernel(name: str) -> Kernel:
             if item.alias_info is not None and item.alias_info.is_write
         ),
     )
-
-
-@kernel("embedding_shard")
-def embedding_shard(weight: torch.Tensor, indices: torch.Tensor, start: int) -> torch.Tensor:
-    """Rows of a vocabulary of which this device holds the rows from ``start`` on; zeros for rows elsewhere.
-
-    The sum over the devices that cut the vocabulary is the whole look-up.
-
-    Args:
-        weight: [local rows, features].
-        indices: any shape, integers into the global vocabulary.
-        start: global row of ``weight[0]``.
-
-    Returns:
-        [*indices.shape, features].
-    """
-    local = indices - start
-    outside = (local < 0) | (local >= weight.shape[0])
-    if weight.shape[0] == 0:
-        return weight.new_zeros((*indices.shape, weight.shape[1]))
-    rows = torch.embedding(weight, local.masked_fill(outside, 0))
-    return rows.masked_fill_(outside.unsqueeze(-1), 0)
-
-
-@kernel("random_shard")
-def random_shard(
-    operator: str,
-    args: list[Any],
-    starts: list[int],
-    sizes: list[int],
-    generator: torch.Generator,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """The local box of a global random tensor, the same numbers on every mesh.
-
-    Every device draws the whole tensor from the seed and keeps its box.
-
-    Args:
-        operator: e.g. ``aten::randn.generator``; takes ``args`` and ``generator=``.
-        starts, sizes: the box, in each dim.
-    """
-    whole: torch.Tensor = find_kernel(operator).function(*args, generator=generator, **kwargs)
-    return box_of(whole, starts, sizes)
-
-
-@kernel("box")
-def box_of(whole: torch.Tensor, starts: list[int], sizes: list[int]) -> torch.Tensor:
-    """A copy of a box of a tensor, e.g. of a random one that every device has drawn from the same seed."""
-    index = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    result: torch.Tensor = whole[index].clone(memory_format=torch.contiguous_format)
-    return result

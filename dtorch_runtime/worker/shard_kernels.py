@@ -9,7 +9,58 @@ from typing import Any
 
 import torch
 
-from dtorch_runtime.worker.kernels import box_of, find_kernel, kernel
+from dtorch_runtime.worker.kernels import find_kernel, kernel
+
+
+@kernel("box")
+def box_of(whole: torch.Tensor, starts: list[int], sizes: list[int]) -> torch.Tensor:
+    """A copy of a box of a tensor, e.g. of a random one that every device has drawn from the same seed."""
+    index = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    result: torch.Tensor = whole[index].clone(memory_format=torch.contiguous_format)
+    return result
+
+
+@kernel("embedding_shard")
+def embedding_shard(weight: torch.Tensor, indices: torch.Tensor, start: int) -> torch.Tensor:
+    """Rows of a vocabulary of which this device holds the rows from ``start`` on; zeros for rows elsewhere.
+
+    The sum over the devices that cut the vocabulary is the whole look-up.
+
+    Args:
+        weight: [local rows, features].
+        indices: any shape, integers into the global vocabulary.
+        start: global row of ``weight[0]``.
+
+    Returns:
+        [*indices.shape, features].
+    """
+    local = indices - start
+    outside = (local < 0) | (local >= weight.shape[0])
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*indices.shape, weight.shape[1]))
+    rows = torch.embedding(weight, local.masked_fill(outside, 0))
+    return rows.masked_fill_(outside.unsqueeze(-1), 0)
+
+
+@kernel("random_shard")
+def random_shard(
+    operator: str,
+    args: list[Any],
+    starts: list[int],
+    sizes: list[int],
+    generator: torch.Generator,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The local box of a global random tensor, the same numbers on every mesh.
+
+    Every device draws the whole tensor from the seed and keeps its box.
+
+    Args:
+        operator: e.g. ``aten::randn.generator``; takes ``args`` and ``generator=``.
+        starts, sizes: the box, in each dim.
+    """
+    whole: torch.Tensor = find_kernel(operator).function(*args, generator=generator, **kwargs)
+    return box_of(whole, starts, sizes)
 
 
 @kernel("factory_shard")

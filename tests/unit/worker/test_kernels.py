@@ -8,7 +8,10 @@ import random
 import pytest
 import torch
 
-from dtorch_runtime.worker import fast_bindings
+from dtorch_runtime.worker import (
+    fast_bindings,
+    shard_kernels as _shard_kernels,  # noqa: F401  registers its kernels
+)
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import find_kernel
 
