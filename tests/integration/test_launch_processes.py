@@ -132,10 +132,10 @@ def test_a_long_line_and_bytes_that_are_no_text_do_not_stop_a_log() -> None:
 def test_signals_reach_the_program_and_leave_the_cluster_to_it(tmp_path: Path) -> None:
     # The program sends the launcher a SIGTERM, and takes it back as its own.
     program = python(
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
         "os.kill(os.getppid(), signal.SIGTERM)\n"
-        "signal.pause()"
+        "while True: time.sleep(0.02)  # signal.pause() would sleep through a signal that came just before it"
     )
     status, lines = launch(program)
     assert status == 9
