@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = [(match["info"].strip(), match["code"]) for match in BLOCK.finditer((ROOT / "README.md").read_text())]
+BLOCKS = [
+    (match["info"].strip(), match["code"]) for match in BLOCK.finditer((ROOT / "README.md").read_text())
+]
 PROGRAMS = [code for info, code in BLOCKS if not info.startswith("skip-test:")]
 
 
