@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from dtorch import autocast, engine, random
+from dtorch import autocast, engine, random, recurrent
 from dtorch.dispatch import KEPT_WHOLE, dispatch
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
@@ -61,12 +61,16 @@ def register() -> None:
         everything.fallback(torch.library.fallthrough_kernel, dispatch_key="AutocastPrivateUse1")
         ops = torch.library.Library("aten", "IMPL")
         _kept.extend((everything, ops))
-        # Without its own kernel torch.tensor(data, device="dtorch") ends in an internal assert of the fallback.
-        for func in (aten._to_copy.default, *_FACTORIES):
+        # Without kernels of their own the first two end in an internal assert of the fallback, when torch.tensor makes
+        # a tensor on the device, or of numbers that are tensors on it.
+        for func in (aten._to_copy.default, aten._local_scalar_dense.default, *_FACTORIES):
             ops.impl(func, _maker(func), "PrivateUse1")
         for func in KEPT_WHOLE:
             ops.impl(func, _whole(func), "AutogradPrivateUse1")
             ops.impl(func, _whole(func), "PrivateUse1")
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):
+            ops.impl(aten._thnn_fused_lstm_cell.default, recurrent.lstm_cell, key)
+            ops.impl(aten._thnn_fused_gru_cell.default, recurrent.gru_cell, key)
         autocast.register(ops)
         _use_foreach_optimizers()
 

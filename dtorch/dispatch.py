@@ -408,6 +408,11 @@ def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], l
     return bool(aten.all.default(aten.eq.Tensor(first, second)))
 
 
+@special(aten.allclose.default)
+def _allclose(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    return bool(aten.all.default(aten.isclose.default(*args, **kwargs)))
+
+
 def fetched(tensor: Any) -> torch.Tensor:
     """The value of a symbol, as a CPU tensor of global shape, waited for; autograd does not see it."""
     future: TensorFuture = tensor._handle.graph.session.fetch(tensor._handle, tensor._spec)

@@ -45,7 +45,11 @@ class Handle:
 
     def __del__(self) -> None:
         # May run at any point of any thread, also inside the methods of Graph: it takes no lock.
-        self.graph.dropped.append(self.value_id)
+        try:
+            graph = self.graph
+        except AttributeError:
+            return  # made without __init__, by a copy or a compiler: it holds nothing
+        graph.dropped.append(self.value_id)
 
 
 class Graph:

@@ -135,6 +135,13 @@ class Tensor(torch.Tensor):
             return format(self.item(), format_spec)
         return format(str(self), format_spec)
 
+    def __copy__(self) -> torch.Tensor:
+        """Another tensor for the same value, as in torch."""
+        return self.detach().requires_grad_(self.requires_grad)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("a dtorch tensor has no memory here to share; write x.cpu().__dlpack__()")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]  # what the lines below put there

@@ -168,6 +168,45 @@ def test_inference_mode() -> None:
         torch.testing.assert_close(y.cpu(), expected)
 
 
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN], ids=lambda c: c.__name__)
+def test_recurrent_layers(layer: Any) -> None:
+    plain = layer(3, 4, num_layers=2, bidirectional=True)
+    remote = copy.deepcopy(plain).to("dtorch")
+    x = torch.randn(5, 2, 3)
+    expected, actual = plain(x)[0], remote(x.to("dtorch"))[0]
+    torch.testing.assert_close(actual.cpu(), expected)
+    expected.sum().backward()
+    actual.sum().backward()
+    for one, other in zip(plain.parameters(), remote.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.cpu(), one.grad)
+
+
+def test_comparisons() -> None:
+    x = torch.tensor([1.0, 2.0], device="dtorch")
+    assert torch.equal(x, x.clone())
+    assert not torch.equal(x, x + 1)
+    assert torch.allclose(x, x + 1e-9)
+    assert not torch.allclose(x, x + 1)
+    torch.testing.assert_close(x, x.clone())
+
+
+def test_numbers_that_are_tensors_make_a_tensor() -> None:
+    x: Any = torch.tensor([1.0, 2.0], device="dtorch")
+    assert torch.tensor([x[0], 5.0]).tolist() == [1.0, 5.0]
+    assert torch.arange(x[1]).tolist() == [0.0, 1.0]
+
+
+def test_copies_and_what_cannot_be_shared() -> None:
+    x = torch.tensor([1.0, 2.0], device="dtorch", requires_grad=True)
+    same = copy.copy(x)
+    assert isinstance(same, dtorch.Tensor)
+    assert same.requires_grad
+    same.data.add_(1)
+    assert x.tolist() == [2.0, 3.0]
+    with pytest.raises(dtorch.UnsupportedError, match=r"x\.cpu\(\)"):
+        np.from_dlpack(x)
+
+
 def test_functional_transforms() -> None:
     x = torch.randn(3)
     expected = torch.func.grad(lambda t: (t**3).sum())(x)
