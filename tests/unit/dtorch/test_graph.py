@@ -258,6 +258,15 @@ def test_without_progress_issuing_fails_and_says_for_what_it_waited() -> None:
         assert len(controller.ops()) == 20
 
 
+def test_the_end_of_a_program_does_not_wait_for_room() -> None:
+    with scripted_session(batch_age_s=3600.0, batch_ops=10, max_outstanding_ops=10) as controller:
+        thread, errors = in_thread(lambda: issue_many(14))
+        thread.join(10)
+        assert errors == []
+        controller.session.sync_all(0.01)
+        assert len(controller.ops()) == 10
+
+
 def test_an_upload_is_cut_and_waits_for_room() -> None:
     limits = {"chunk_bytes": 100, "max_outstanding_bytes": 250}
     with scripted_session(batch_age_s=3600.0, **limits) as controller:
