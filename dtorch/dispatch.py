@@ -14,7 +14,7 @@ from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle, is_default_mesh
 from dtorch.issue import DEVICE, Entry, issue, make_entry, upload
 from dtorch.location import capture, known
-from dtorch.plan import NewOutput, OpPlan
+from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.propagate import propagate
 from dtorch.random import seed_source
 from dtorch.spec import Spec, intern_spec

@@ -9,7 +9,7 @@ import torch
 
 from dtorch.graph import Graph, Handle
 from dtorch.meshes import layout_record
-from dtorch.plan import NewOutput, OpPlan, SameTensor, SameValue
+from dtorch.op_plan import NewOutput, OpPlan, SameTensor, SameValue
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes, dtype_name

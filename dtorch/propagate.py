@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dtorch.plan import OpPlan, SameValue
+from dtorch.op_plan import OpPlan, SameValue
 from dtorch.rules import factory
 from dtorch.rules.call import Call, Op, op_of
 from dtorch.rules.explain import no_rule

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from dtorch_runtime.errors import ClusterTimeout, SettingError, TransportError
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.endpoint import make_ipc_folder
 from dtorch_runtime.transport.security import new_session_key
+from dtorch_runtime.transport.segments import unlink_segments_of
 
 #: Virtual devices of a single node when nothing else was asked for; workers start when they are first used.
 DEFAULT_DEVICES = 64
-_SHARED_MEMORY = Path("/dev/shm")
 _TAIL_BYTES = 4000
 _KILL_DEADLINE_S = 5.0
 
@@ -192,7 +192,8 @@ class LocalCluster:
             for child in self._children:
                 child.wait(deadline_s)
             shutil.rmtree(self._folder, ignore_errors=True)
-            remove_shared_memory(self.pids.values())
+            for pid in self.pids.values():
+                unlink_segments_of(pid)
         atexit.unregister(self.stop)
 
 
@@ -248,10 +249,3 @@ def start_local_cluster(
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise TransportError(f"cannot start the processes of a local cluster: {error}") from error
-
-
-def remove_shared_memory(pids: Iterable[int]) -> None:
-    """Remove segments that processes with these ids made and, as they were killed, did not remove."""
-    for pid in pids:
-        for segment in _SHARED_MEMORY.glob(f"dtorch-{pid}-*"):
-            segment.unlink(missing_ok=True)

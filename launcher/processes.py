@@ -33,7 +33,7 @@ from dtorch_launcher.supervise import (
     Start,
 )
 from dtorch_runtime.errors import InternalError
-from dtorch_runtime.local import remove_shared_memory
+from dtorch_runtime.transport.segments import unlink_segments_of
 
 OWN_NAME = "dtorch-launch"
 
@@ -208,7 +208,7 @@ class _Child:
         self._on_event(ChildExited(name=self._name, returncode=returncode))
 
     def close(self) -> None:
-        remove_shared_memory([self._process.pid])  # one that was killed could not
+        unlink_segments_of(self._process.pid)  # one that was killed could not
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.end_lifeline()

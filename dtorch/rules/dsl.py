@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from dtorch import shapes
-from dtorch.plan import OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules import explain
 from dtorch.rules.call import Call
 from dtorch.rules.equation import (

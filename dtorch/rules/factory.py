@@ -8,7 +8,7 @@ import torch
 
 from dtorch import shapes
 from dtorch.meshes import layout_record
-from dtorch.plan import NewOutput, OpPlan
+from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.rules.call import ArgumentEncoder, Call, local_shape
 from dtorch.rules.whole import default_dtype, encode_arguments, seed_generator
 from dtorch.shapes import Metas, TensorMeta, register_shape

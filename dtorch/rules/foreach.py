@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtorch import shapes
-from dtorch.plan import OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules import explain
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import assign, full_names, parse_terms, same_pieces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtorch.meshes import layout_record
-from dtorch.plan import OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import EquationRule, assign, full_names, rule
 from dtorch.rules.equation import ALL_KINDS, LINEAR_KINDS, Dims, Equation, Matched

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtorch import shapes
-from dtorch.plan import NewOutput, OpPlan
+from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.rules import explain
 from dtorch.rules.call import ArgumentEncoder, Call, local_shape
 from dtorch.rules.dsl import full_names

@@ -9,7 +9,7 @@ import torch
 
 from dtorch import shapes
 from dtorch.meshes import layout_record
-from dtorch.plan import OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import Binder, EquationRule, full_names, rule
 from dtorch.rules.equation import Equation, Matched

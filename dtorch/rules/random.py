@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtorch import shapes
-from dtorch.plan import OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules import explain
 from dtorch.rules.call import ArgumentEncoder, Call
 from dtorch.rules.dsl import full_names

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtorch.plan import OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules.call import ArgumentEncoder, Call
 from dtorch.rules.dsl import full_names, rule
 from dtorch.rules.equation import Matched

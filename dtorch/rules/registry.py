@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from dtorch.plan import OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call, Op
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtorch import shapes
-from dtorch.plan import OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules import explain, view_shapes as shape
 from dtorch.rules.call import Call, local_shape
 from dtorch.rules.dim_groups import CannotView, view_layout

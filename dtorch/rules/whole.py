@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from dtorch import shapes
-from dtorch.plan import NewOutput, NoOutput, OpPlan, Output, SameTensor
+from dtorch.op_plan import NewOutput, NoOutput, OpPlan, Output, SameTensor
 from dtorch.rules.call import ArgumentEncoder, Call, Op, encode_constant
 from dtorch.shapes import Metas, TensorMeta
 from dtorch.spec import intern_spec

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dtorch.meshes import mesh_id, mesh_of
-from dtorch.plan import NewOutput, OpPlan, SameTensor, SameValue
+from dtorch.op_plan import NewOutput, OpPlan, SameTensor, SameValue
 from dtorch.propagate import propagate
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch_runtime.ir.layout import Layout, local_box
