@@ -336,7 +336,7 @@ def _find_session_key(session_key: bytes | None, keys: CurveKeys | None) -> byte
     try:
         found = bytes.fromhex(text)
     except ValueError:
-        raise SettingError(f"{ENV_SESSION_KEY} takes hexadecimal digits; these {len(text)} characters are none") from None
+        raise SettingError(f"{ENV_SESSION_KEY} takes hexadecimal digits; got {len(text)} others") from None
     if not found:
         raise SettingError(
             f"joining a cluster needs its session key: set {ENV_SESSION_KEY} to what the controller printed, "
