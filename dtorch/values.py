@@ -50,7 +50,8 @@ def tensor_of(piece: LocalPiece) -> torch.Tensor:
     if len(piece.data) == 0:
         return torch.empty(piece.shape, dtype=dtype, device="cpu")
     data = piece.data if isinstance(piece.data, bytearray) else bytearray(piece.data)
-    return torch.frombuffer(data, dtype=dtype).view(piece.shape)
+    flat = torch.frombuffer(data, dtype=dtype)
+    return flat if len(piece.shape) == 1 else flat.view(piece.shape)
 
 
 # ---- down: from pieces to the global value ----

@@ -35,7 +35,7 @@ class Settings:
     #: Bytes of uploads that may be on the way.
     max_outstanding_bytes: int = 64 * 1024 * 1024
     #: Ops in a batch at most; a smaller one leaves when somebody waits or the program pauses.
-    batch_ops: int = 128
+    batch_ops: int = 256
     #: Age at which a batch leaves although nobody waits, in seconds.
     batch_age_s: float = 0.002
     #: Bytes of one frame of tensor data.
