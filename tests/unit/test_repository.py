@@ -215,3 +215,14 @@ def test_changelog_fragments_are_named_after_an_issue_and_a_kind() -> None:
 def test_the_command_is_installed() -> None:
     scripts = importlib.metadata.entry_points(group="console_scripts", name="dtorch-launch")
     assert [script.value for script in scripts] == ["dtorch_launcher.cli:main"]
+
+
+def test_a_clone_beside_a_script_is_not_taken_for_the_package(tmp_path: Path) -> None:
+    """``git clone`` makes a folder dtorch without an __init__; a script beside it must get the installed package."""
+    (tmp_path / "dtorch" / "dtorch").mkdir(parents=True)
+    script = tmp_path / "script.py"
+    script.write_text("import dtorch, dtorch_launcher; print(dtorch.DeviceMesh('cpu', [0, 1]))")
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=30
+    )
+    assert result.stdout.strip() == "DeviceMesh('cpu', [0, 1])", result.stderr
