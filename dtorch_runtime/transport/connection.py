@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import zmq
 
 from dtorch_runtime.errors import ClusterTimeout, DTorchError, HandshakeError, SecurityError, TransportError
-from dtorch_runtime.transport.sockets import Socket, int_option
+from dtorch_runtime.transport.sockets import Socket, has_message, int_option
 
 _WATCHED_EVENTS = (
     zmq.EVENT_CONNECTED
@@ -131,7 +131,7 @@ async def connect_async(socket: Socket, address: str, *, has_keys: bool, timeout
             async with asyncio.timeout(timeout_s):
                 while not progress.is_connected:
                     readable.clear()
-                    while not progress.is_connected and int_option(monitor, zmq.EVENTS) & zmq.POLLIN:
+                    while not progress.is_connected and has_message(monitor):
                         progress.handle(*_EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0]))
                     if not progress.is_connected:
                         await readable.wait()

@@ -20,6 +20,7 @@ from dtorch_runtime.transport.sockets import (
     UnsentLedger,
     bound_address,
     close_socket,
+    has_message,
     int_option,
     new_client,
     open_server,
@@ -231,7 +232,7 @@ class ZmqThreadLink:
                 send_message(self._socket, None, frames, self._ledger)
             except zmq.ZMQError as error:
                 raise _send_error(error, self._endpoint) from None
-            if self._is_receiving and int_option(self._socket, zmq.EVENTS) & zmq.POLLIN:
+            if self._is_receiving and has_message(self._socket):
                 self._write_pipe()
 
     def receive(self, timeout_s: float) -> list[Message]:
@@ -282,8 +283,7 @@ class ZmqThreadLink:
             os.read(self._wake_read, 1)
             self._is_pipe_written = False
         messages: list[Message] = []
-        # Asking first is quicker than the exception that an empty socket raises, and arms the descriptor as well.
-        while int_option(self._socket, zmq.EVENTS) & zmq.POLLIN:
+        while has_message(self._socket):
             messages.append(receive_message(self._socket, _FIRST_FRAME))
         return messages
 

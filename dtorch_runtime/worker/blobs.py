@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -60,21 +61,16 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-#: Dtypes that numpy knows too.
-_NUMPY_DTYPES = frozenset(
-    [
-        *(torch.float64, torch.float32, torch.float16, torch.complex128, torch.complex64),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    ]
-)
 _SMALL_BYTES = 64 * 1024
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A copy of a tensor's elements in row-major order, as bytes in host memory that nobody else knows of."""
-    is_small = tensor.nbytes <= _SMALL_BYTES and tensor.device.type == "cpu"
-    if is_small and tensor.dtype in _NUMPY_DTYPES and not (tensor.is_conj() or tensor.is_neg()):
-        return memoryview(tensor.numpy(force=True).tobytes())  # a fifth of the time of what follows
+    is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+    if is_plain and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.is_contiguous():
+        return memoryview(
+            ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        )  # a tenth of the time of what follows
     plain = tensor.detach().resolve_conj().resolve_neg()
     copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     copy.copy_(plain)
