@@ -98,6 +98,18 @@ def test_every_module_says_what_it_is_and_delays_annotations(package: str) -> No
 # ------------------------------------------------------------------------------------------------------------ documents
 
 
+def test_files_that_documents_name_are_there() -> None:
+    folders = "|".join(sorted({path.relative_to(ROOT).parts[0] for path in tracked("*.py")}))
+    named = re.compile(rf"`((?:{folders})/[\w/]*\.(?:py|toml|md))`")
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in tracked("*.md")
+        for name in named.findall(path.read_text())
+        if not (ROOT / name).exists()
+    ]
+    assert missing == []
+
+
 def test_the_readme_lists_every_folder_and_nothing_else() -> None:
     readme = ROOT / "README.md"
     section = markdown_section(readme.read_text(), "Layout")
