@@ -383,8 +383,7 @@ def _is_quick_to_read(blob: object) -> bool:
     """Whether the bytes of a blob can be had without a wait or a long copy."""
     if not isinstance(blob, torch.Tensor):
         return True
-    is_small = blob.numel() * blob.element_size() <= _QUICK_BYTES
-    return blob.device.type == "cpu" and (is_small or blob.is_contiguous())
+    return blob.is_cpu and (blob.nbytes <= _QUICK_BYTES or blob.is_contiguous())
 
 
 def _upload_key(message: Upload) -> tuple[int, tuple[int, ...]]:
