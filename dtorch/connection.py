@@ -33,7 +33,7 @@ from dtorch.session import (
     SyncReached,
 )
 from dtorch.spec import Spec
-from dtorch.values import chunks, dtype_name, plan_gathering
+from dtorch.values import chunks, plan_gathering
 from dtorch_runtime.errors import (
     ClusterTimeout,
     ControllerLost,
@@ -58,6 +58,7 @@ from dtorch_runtime.wire.messages import (
     Welcome,
 )
 from dtorch_runtime.wire.records import FailureRecord, NodeRecord, TemplateRecord
+from dtorch_runtime.worker.blobs import name_of
 
 #: Longest sleep of the session's thread, in seconds: dropping a value wakes nobody, and an idle program may do it.
 _IDLE_WAIT_S = 1.0
@@ -257,7 +258,7 @@ class Session:
 
         ``blocks`` are contiguous CPU tensors that hold its elements in row-major order, one after the other.
         """
-        name, seq, offset = dtype_name(dtype), 0, 0
+        name, seq, offset = name_of(dtype), 0, 0
         total_bytes = math.prod(shape) * dtype.itemsize
         for chunk in chunks(blocks, self.settings.chunk_bytes):
             self.wait_for_room(0, len(chunk))

@@ -230,13 +230,27 @@ def eye(
     return _make(aten.eye.m, args, 2, dtype, device_mesh, placements, requires_grad)
 
 
-def _like(make_tensor: Any, args: tuple[Any, ...], like: torch.Tensor, options: dict[str, Any]) -> Tensor:
-    if isinstance(like, Tensor) and options["device_mesh"] in (None, like.device_mesh):
-        options["device_mesh"] = like.device_mesh
-        if options["placements"] is None:
-            options["placements"] = _without_partial(like._spec.layout).placements
-    options["dtype"] = like.dtype if options["dtype"] is None else options["dtype"]
-    made: Tensor = make_tensor(like.shape, *args, **options)
+def _like(
+    make_tensor: Any,
+    like: torch.Tensor,
+    args: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    device_mesh: DeviceMesh | None,
+    placements: _Placements,
+    requires_grad: bool,
+) -> Tensor:
+    if isinstance(like, Tensor) and device_mesh in (None, like.device_mesh):
+        device_mesh = like.device_mesh
+        if placements is None:
+            placements = _without_partial(like._spec.layout).placements
+    made: Tensor = make_tensor(
+        like.shape,
+        *args,
+        dtype=like.dtype if dtype is None else dtype,
+        device_mesh=device_mesh,
+        placements=placements,
+        requires_grad=requires_grad,
+    )
     return made
 
 
@@ -249,13 +263,7 @@ def empty_like(
     requires_grad: bool = False,
 ) -> Tensor:
     """Memory as it is, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
-    options = {
-        "dtype": dtype,
-        "device_mesh": device_mesh,
-        "placements": placements,
-        "requires_grad": requires_grad,
-    }
-    return _like(empty, (), like, options)
+    return _like(empty, like, (), dtype, device_mesh, placements, requires_grad)
 
 
 def zeros_like(
@@ -267,13 +275,7 @@ def zeros_like(
     requires_grad: bool = False,
 ) -> Tensor:
     """Zeros, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
-    options = {
-        "dtype": dtype,
-        "device_mesh": device_mesh,
-        "placements": placements,
-        "requires_grad": requires_grad,
-    }
-    return _like(zeros, (), like, options)
+    return _like(zeros, like, (), dtype, device_mesh, placements, requires_grad)
 
 
 def ones_like(
@@ -285,13 +287,7 @@ def ones_like(
     requires_grad: bool = False,
 ) -> Tensor:
     """Ones, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
-    options = {
-        "dtype": dtype,
-        "device_mesh": device_mesh,
-        "placements": placements,
-        "requires_grad": requires_grad,
-    }
-    return _like(ones, (), like, options)
+    return _like(ones, like, (), dtype, device_mesh, placements, requires_grad)
 
 
 def rand_like(
@@ -303,13 +299,7 @@ def rand_like(
     requires_grad: bool = False,
 ) -> Tensor:
     """Uniform random numbers, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
-    options = {
-        "dtype": dtype,
-        "device_mesh": device_mesh,
-        "placements": placements,
-        "requires_grad": requires_grad,
-    }
-    return _like(rand, (), like, options)
+    return _like(rand, like, (), dtype, device_mesh, placements, requires_grad)
 
 
 def randn_like(
@@ -321,13 +311,7 @@ def randn_like(
     requires_grad: bool = False,
 ) -> Tensor:
     """Normal random numbers, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
-    options = {
-        "dtype": dtype,
-        "device_mesh": device_mesh,
-        "placements": placements,
-        "requires_grad": requires_grad,
-    }
-    return _like(randn, (), like, options)
+    return _like(randn, like, (), dtype, device_mesh, placements, requires_grad)
 
 
 def full_like(
@@ -340,13 +324,7 @@ def full_like(
     requires_grad: bool = False,
 ) -> Tensor:
     """``fill_value`` everywhere, with the shape, dtype, mesh and placements of ``like`` where not given otherwise."""
-    options = {
-        "dtype": dtype,
-        "device_mesh": device_mesh,
-        "placements": placements,
-        "requires_grad": requires_grad,
-    }
-    return _like(full, (fill_value,), like, options)
+    return _like(full, like, (fill_value,), dtype, device_mesh, placements, requires_grad)
 
 
 def tensor(

@@ -12,10 +12,11 @@ from dtorch.meshes import layout_record
 from dtorch.op_plan import NewOutput, OpPlan, SameTensor, SameValue
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
-from dtorch.values import cut, device_boxes, dtype_name
+from dtorch.values import cut, device_boxes
 from dtorch_runtime.errors import SessionClosed
 from dtorch_runtime.ir.layout import Box, Layout, box_shape
 from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
+from dtorch_runtime.worker.blobs import name_of
 
 if TYPE_CHECKING:  # the tensor's dispatch issues ops
     from dtorch.connection import Session
@@ -173,7 +174,7 @@ def transfer(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int
         graph.session.check_open()
         argument = TransferArg(
             shape=list(spec.shape),
-            dtype=dtype_name(spec.dtype),
+            dtype=name_of(spec.dtype),
             source=layout_record(spec.layout),
             target=layout_record(layout),
         )

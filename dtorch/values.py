@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 
@@ -16,37 +15,15 @@ from dtorch_runtime.ir.layout import Box, Layout, device_box
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import ReduceOp, Replicate
 from dtorch_runtime.ir.transfer import Part, Step, plan_redistribute
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype on a wire: ``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
-@cache
-def dtype_of(name: str) -> torch.dtype:
-    """The inverse.
-
-    Raises:
-        InternalError: there is no such dtype.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise InternalError(f"a value of dtype {name!r} came, which torch does not have")
-    return dtype
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a contiguous CPU tensor in row-major order, without a copy."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array).cast("B")
+from dtorch_runtime.worker.blobs import dtype_of, memory_of
 
 
 def tensor_of(piece: LocalPiece) -> torch.Tensor:
     """The CPU tensor with a piece's bytes. It shares memory with a ``bytearray``, and copies anything else."""
-    dtype = dtype_of(piece.dtype)
+    try:
+        dtype = dtype_of(piece.dtype)
+    except ValueError as error:
+        raise InternalError(f"a value came whose dtype is none: {error}") from None
     if len(piece.data) == 0:
         return torch.empty(piece.shape, dtype=dtype, device="cpu")
     data = piece.data if isinstance(piece.data, bytearray) else bytearray(piece.data)
@@ -152,7 +129,7 @@ def chunks(blocks: Iterable[torch.Tensor], chunk_bytes: int) -> Iterator[bytes]:
     """
     is_empty = True
     for block in blocks:
-        data = bytes_of(block)
+        data = memory_of(block)
         for offset in range(0, len(data), chunk_bytes):
             is_empty = False
             yield bytes(data[offset : offset + chunk_bytes])

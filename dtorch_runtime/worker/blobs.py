@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ Blob: TypeAlias = torch.Tensor | Poison
 Blobs: TypeAlias = dict[int, Blob]
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """``torch.<name>``. Quantized dtypes, which torch is about to remove, are not among them.
 

@@ -9,11 +9,12 @@ import torch
 
 from dtorch.session import LocalPiece
 from dtorch.spec import intern_spec
-from dtorch.values import assemble, bytes_of, dtype_name, dtype_of, plan_gathering, tensor_of
+from dtorch.values import assemble, plan_gathering, tensor_of
 from dtorch_runtime.errors import InternalError
 from dtorch_runtime.ir.layout import Layout, device_box
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
+from dtorch_runtime.worker.blobs import memory_of, name_of
 
 DTYPES = [
     torch.float32,
@@ -33,23 +34,23 @@ DTYPES = [
 
 
 def piece_of(tensor: torch.Tensor) -> LocalPiece:
-    return LocalPiece(dtype_name(tensor.dtype), tuple(tensor.shape), bytes(bytes_of(tensor.contiguous())))
+    return LocalPiece(name_of(tensor.dtype), tuple(tensor.shape), bytes(memory_of(tensor.contiguous())))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)], ids=str)
 def test_bytes_there_and_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.arange(6) % 2)[: max(1, torch.Size(shape).numel())].to(dtype)
     tensor = tensor[: torch.Size(shape).numel()].reshape(shape)
     back = tensor_of(piece_of(tensor))
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-    assert bytes_of(back).tobytes() == bytes_of(tensor).tobytes()
+    assert memory_of(back).tobytes() == memory_of(tensor).tobytes()
 
 
-def test_a_dtype_that_torch_does_not_have() -> None:
-    assert dtype_of("bfloat16") is torch.bfloat16
-    with pytest.raises(InternalError, match="float31"):
-        dtype_of("float31")
+@pytest.mark.parametrize("name", ["float31", "quint8", "Tensor"])
+def test_a_dtype_that_dtorch_does_not_have(name: str) -> None:
+    with pytest.raises(InternalError, match=name):
+        tensor_of(LocalPiece(name, (1,), b"0000"))
 
 
 PLACEMENTS: list[Placement] = [
