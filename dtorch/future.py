@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
@@ -20,6 +21,9 @@ T = TypeVar("T")
 
 #: A result of more bytes is assembled beside the event loop, not in it.
 _LARGE_BYTES = 1024 * 1024
+#: A thread sleeps for at most this long at once: a signal that comes between Python's last look for signals and the
+#: sleep itself does not end the sleep, so Ctrl-C would be seen only at the deadline.
+_SIGNALS_S = 0.5
 _logger = logging.getLogger(__name__)
 
 
@@ -105,7 +109,11 @@ class ClusterFuture(ABC, Generic[T]):
         if self._done.is_set():
             return True
         self._waiter.need_thread()
-        return self._done.wait(timeout_s)
+        end_s = time.monotonic() + timeout_s
+        while not self._done.wait(max(0.0, min(_SIGNALS_S, end_s - time.monotonic()))):
+            if time.monotonic() >= end_s:
+                return False
+        return True
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call ``callback(self)`` once the answer is here: on the thread that reads it, or now when it is already.

@@ -62,7 +62,11 @@ class Receiver:
         Raises:
             TransportError: the link is closed.
         """
-        end_s = time.monotonic() + min(timeout_s, HELP_S)
+        # Deferred as a whole: what was read must be handled, and a turn that was taken must be given back.
+        with DeferredInterrupts():
+            self._help(is_done, time.monotonic() + min(timeout_s, HELP_S))
+
+    def _help(self, is_done: Callable[[], bool], end_s: float) -> None:
         if not self._take_over(end_s):
             return
         try:
@@ -70,8 +74,7 @@ class Receiver:
                 remaining_s = end_s - time.monotonic()
                 if remaining_s <= 0:
                     break
-                with DeferredInterrupts():  # what was read must be handled
-                    self._on_messages(self._link.receive(remaining_s))
+                self._on_messages(self._link.receive(remaining_s))
         finally:
             self._step_back(is_done())
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -93,8 +94,9 @@ def test_a_killed_controller_fails_everything_pending_and_later() -> None:
     dtorch.shutdown()
 
 
-def start_chain(tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A script that waits for a value; it and the processes of its cluster."""
+@contextlib.contextmanager
+def running_chain(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A script that waits for a value; it and the processes of its cluster. Whatever happens, they end."""
     script = tmp_path / "chain.py"
     script.write_text(LONG_CHAIN)
     client = subprocess.Popen(
@@ -106,9 +108,13 @@ def start_chain(tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Proc
     )
     assert client.stdout is not None
     pids = client.stdout.readline().split()
-    if len(pids) != 2:
-        raise AssertionError(client.communicate(timeout=20)[1])
-    return client, [psutil.Process(int(pid)) for pid in pids]
+    try:
+        if len(pids) != 2:
+            raise AssertionError(client.communicate(timeout=20)[1])
+        yield client, [psutil.Process(int(pid)) for pid in pids]
+    finally:
+        client.kill()
+        client.communicate()
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
@@ -116,21 +122,21 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_a_killed_client_takes_its_cluster_with_it(tmp_path: Path) -> None:
-    client, nodes = start_chain(tmp_path)
-    client.kill()
-    client.communicate(timeout=20)
-    wait_until(lambda: all_gone(nodes), "the nodes of a killed client to end", DEADLINE_S)
+    with running_chain(tmp_path) as (client, nodes):
+        client.kill()
+        client.communicate(timeout=20)
+        wait_until(lambda: all_gone(nodes), "the nodes of a killed client to end", DEADLINE_S)
 
 
 def test_ctrl_c_ends_a_waiting_script_and_leaves_no_process(tmp_path: Path) -> None:
-    client, nodes = start_chain(tmp_path)
-    start = time.monotonic()
-    client.send_signal(signal.SIGINT)
-    _, errors = client.communicate(timeout=20)
-    assert time.monotonic() - start < DEADLINE_S
-    assert client.returncode in (130, -signal.SIGINT, 1)
-    assert "KeyboardInterrupt" in errors
-    wait_until(lambda: all_gone(nodes), "the nodes of an interrupted script to end", DEADLINE_S)
+    with running_chain(tmp_path) as (client, nodes):
+        start = time.monotonic()
+        client.send_signal(signal.SIGINT)
+        _, errors = client.communicate(timeout=20)
+        assert time.monotonic() - start < DEADLINE_S
+        assert client.returncode in (130, -signal.SIGINT, 1)
+        assert "KeyboardInterrupt" in errors
+        wait_until(lambda: all_gone(nodes), "the nodes of an interrupted script to end", DEADLINE_S)
 
 
 def test_a_forked_child_is_told_to_spawn_instead(tmp_path: Path) -> None:

@@ -160,3 +160,23 @@ def test_a_loop_that_was_closed_is_left_alone() -> None:
         asyncio.run(give_up())
     future.finish()
     assert future.get() == [1]
+
+
+def test_a_long_wait_looks_for_signals_now_and_then() -> None:
+    future = Answer(timeout_s=60.0)
+    slept: list[float] = []
+
+    class Done(threading.Event):
+        """A sleep that ends early is over at once; the third finds the answer."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            slept.append(timeout)
+            if len(slept) == 3:
+                self.set()
+            return self.is_set()
+
+    future._done = Done()
+    assert future.wait()
+    assert len(slept) == 3
+    assert max(slept) <= 0.5

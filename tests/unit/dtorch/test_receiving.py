@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -134,3 +136,19 @@ def test_a_closed_link_is_told_to_the_helper(session: Session) -> None:
     session.link.put(None)
     with pytest.raises(TransportError, match="the link is closed"):
         session.help_until_read("a")
+
+
+def test_an_interrupted_helper_gives_its_turn_back(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_until(lambda: session.link.reader is session.thread, "the session's thread to read")
+    wake = session.link.wake
+
+    def interrupted_wake() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        wake()
+
+    monkeypatch.setattr(session.link, "wake", interrupted_wake)
+    with pytest.raises(KeyboardInterrupt):
+        session.help_until_read("never")
+    session.link.put("later")
+    wait_until(lambda: "later" in session.read, "the session's thread to read on")
+    assert session.read["later"] is session.thread
