@@ -86,6 +86,22 @@ def local_box(shape: Sequence[int], layout: Layout, coordinate: Sequence[int]) -
     return tuple(box)
 
 
+def all_boxes(shape: Sequence[int], layout: Layout) -> list[Box]:
+    """The box of the global tensor that each device holds, in the order of ``layout.mesh.devices``."""
+    boxes: list[Box] = [tuple((0, size) for size in shape)]
+    for size, placement in zip(layout.mesh.shape, layout.placements, strict=True):
+        if not isinstance(placement, Shard):
+            boxes = [box for box in boxes for _ in range(size)]
+            continue
+        dim, unit = placement.dim, placement.unit
+        boxes = [
+            (*box[:dim], (box[dim][0] + low, box[dim][0] + high), *box[dim + 1 :])
+            for box in boxes
+            for low, high in split(box[dim][1] - box[dim][0], size, unit)
+        ]
+    return boxes
+
+
 def device_box(shape: Sequence[int], layout: Layout, device: int) -> Box:
     """The box of the global tensor that ``device`` holds. The device must be in the mesh."""
     coordinate = layout.mesh.coordinate(device)

@@ -126,7 +126,9 @@ def meshes(draw: st.DrawFn, num_devices: int = 12) -> DeviceMesh:
 
 def placements_for(ndim: int, ops: tuple[str, ...] = REDUCE_OPS) -> st.SearchStrategy[Placement]:
     """Placements of one axis for a tensor of ``ndim`` dims."""
-    kinds: list[st.SearchStrategy[Placement]] = [st.just(Replicate()), st.sampled_from(ops).map(Partial)]
+    kinds: list[st.SearchStrategy[Placement]] = [st.just(Replicate())]
+    if ops:
+        kinds.append(st.sampled_from(ops).map(Partial))
     if ndim:
         kinds.append(st.builds(Shard, st.integers(0, ndim - 1), st.integers(1, 3)))
     return st.one_of(kinds)

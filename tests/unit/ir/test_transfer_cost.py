@@ -1,0 +1,67 @@
+"""What a redistribution costs, held against the bytes of its plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, strategies as st
+
+from dtorch_runtime.ir.layout import Layout, all_boxes, device_box
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Partial, Replicate, Shard
+from dtorch_runtime.ir.transfer import plan_redistribute
+from dtorch_runtime.ir.transfer_cost import transfer_bytes
+from tests.support.layouts import layout_pairs, shapes
+
+LINE = DeviceMesh("cpu", [0, 1, 2, 3])
+GRID = DeviceMesh("cpu", [[0, 1], [2, 3]])
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+def received_by_busiest(shape: tuple[int, ...], source: Layout, target: Layout) -> int:
+    """Bytes that the plan brings to the device that gets most, for elements of 4 bytes."""
+    total = 0
+    for step in plan_redistribute(shape, source, target, itemsize_bytes=4):
+        received: Counter[int] = Counter()
+        for (_, destination), num_bytes in step.bytes_by_link(4).items():
+            received[destination] += num_bytes
+        total += max(received.values(), default=0)
+    return total
+
+
+@given(data=st.data(), shape=shapes())
+def test_without_partial_terms_it_is_what_the_plan_moves(data, shape):
+    source, target = data.draw(layout_pairs(len(shape), ops=()))
+    assert transfer_bytes(shape, 4, source, target) == received_by_busiest(shape, source, target)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "num_bytes"),
+    [
+        (LINE, [R], [S0], 0),
+        (LINE, [R], [P], 0),
+        (LINE, [S0], [P], 0),
+        (LINE, [P], [P], 0),
+        (LINE, [S0], [R], 3 * 64),
+        (LINE, [S0], [S1], 3 * 16),
+        (LINE, [P], [S0], 3 * 64),
+        (LINE, [P], [R], 2 * 3 * 64),
+        (GRID, [P, S0], [R, S0], 128),
+        (GRID, [P, P], [R, R], 2 * 3 * 64),
+        (GRID, [P, R], [P, S0], 0),
+        (GRID, [P, S0], [P, R], 128),
+        (GRID, [S0, S1], [S1, S0], 64),
+        (GRID, [Partial("avg"), R], [S0, R], 128),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_tensor_of_256(mesh, source, target, num_bytes):
+    assert transfer_bytes((8, 8), 4, Layout(mesh, tuple(source)), Layout(mesh, tuple(target))) == num_bytes
+
+
+@given(data=st.data(), shape=shapes())
+def test_boxes_of_all_devices_are_those_of_each(data, shape):
+    layout, _ = data.draw(layout_pairs(len(shape)))
+    expected = [device_box(shape, layout, device) for device in layout.mesh.devices]
+    assert all_boxes(shape, layout) == expected
