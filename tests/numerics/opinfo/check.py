@@ -1,0 +1,356 @@
+"""One check: a call on distributed arguments, compared with what the same call gave in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import dtorch
+from dtorch.future import TensorFuture
+from dtorch.spec import intern_spec
+from dtorch_runtime.errors import ClusterTimeout, InfrastructureError, PlacementError, RemoteOpError
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Partial, Placements, Replicate, Shard
+from tests.numerics.opinfo.entries import Sample
+from tests.numerics.opinfo.op_stream import OpStream
+
+EQUAL = "equal"
+REFUSED = "PlacementError"
+#: Every argument is replicated: there is no ``redistribute()`` that would help.
+REFUSED_WHOLE = "PlacementError on replicated"
+
+_CALL_SEED = 1234
+#: With another seed the plain result of a random entry is another.
+_OTHER_SEED = 4321
+_WEIGHT_SEED = 7
+#: Their contents are whatever was in memory.
+_EMPTY = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+)
+_MESSAGE_LENGTH = 300
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a call must give. ``leaves`` are CPU tensors and constants; ``weights`` and ``grads`` fit them and the inputs."""
+
+    leaves: list[Any]
+    #: For each leaf that gradients flow from, what it is multiplied with; None for the others.
+    weights: list[torch.Tensor | None]
+    #: For each input that requires grad; None when no gradient is compared.
+    grads: list[torch.Tensor | None] | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a check. ``grad_category`` is None when no gradient was compared."""
+
+    category: str
+    message: str = ""
+    grad_category: str | None = None
+    grad_message: str = ""
+    #: Whether a device sent something to another one during the call.
+    has_communicated: bool = False
+
+    @property
+    def ends_session(self) -> bool:
+        """Whether the cluster cannot be trusted to go on."""
+        return {"hang", "crash"} & {self.category, self.grad_category} != set()
+
+
+class _Differs(Exception):
+    def __init__(self, category: str, message: str) -> None:
+        super().__init__(message)
+        self.category = category
+
+
+# ---- plain torch ----
+
+
+def reference_of(entry: Any, sample: Sample, with_grad: bool) -> tuple[Sample, Reference] | None:
+    """The sample that is checked and what it gives; None when plain torch refuses it."""
+    try:
+        return sample, _plain(entry, sample, with_grad)
+    except Exception:  # noqa: BLE001  some calls refuse inputs that require grad, some samples are errors
+        sample = sample.without_grad()
+    try:
+        return sample, _plain(entry, sample, with_grad)
+    except Exception:  # noqa: BLE001  then there is nothing to compare with
+        return None
+
+
+def _plain(entry: Any, sample: Sample, with_grad: bool) -> Reference:
+    tensors = sample.fresh_tensors()
+    leaves = _call(entry, sample, tensors, _CALL_SEED)
+    needed = [t for t in tensors if t.requires_grad]
+    generator = torch.Generator().manual_seed(_WEIGHT_SEED)
+    weights = [_weight(leaf, generator) for leaf in leaves]
+    grads = None
+    if with_grad and needed and any(w is not None for w in weights):
+        try:
+            grads = _gradients(leaves, weights, needed, lambda weight, _: weight)
+        except Exception:  # noqa: BLE001  it has no derivative: only values are compared
+            grads = None
+    detached = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    for plain, leaf in zip(detached, leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            plain.requires_grad_()
+    return Reference(detached, weights, grads)
+
+
+def is_random(entry: Any, sample: Sample, reference: Reference) -> bool:
+    """Whether the plain result depends on the seed."""
+    if entry.name in _EMPTY:
+        return False
+    other = _call(entry, sample, sample.fresh_tensors(), _OTHER_SEED)
+    for leaf, expected in zip(other, reference.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            same_shape = leaf.shape == expected.shape
+            if not same_shape or not torch.allclose(
+                leaf.detach().to_dense(), expected.detach().to_dense(), equal_nan=True
+            ):
+                return True
+    return False
+
+
+def _call(entry: Any, sample: Sample, tensors: Sequence[torch.Tensor], seed: int) -> list[Any]:
+    args, kwargs = sample.arguments(tensors)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    leaves: list[Any] = pytree.tree_leaves(entry.op(*args, **kwargs))
+    return leaves
+
+
+def _weight(leaf: Any, generator: torch.Generator) -> torch.Tensor | None:
+    if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.layout is not torch.strided:
+        return None
+    return torch.randn(leaf.shape, generator=generator, dtype=torch.float32).to(leaf.dtype)
+
+
+def _gradients(
+    leaves: Sequence[Any],
+    weights: Sequence[torch.Tensor | None],
+    needed: Sequence[torch.Tensor],
+    place: Callable[[torch.Tensor, Any], torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Of the sum of leaf times weight: that of a leaf is its weight."""
+    pairs = [(leaf, place(weight, leaf)) for leaf, weight in zip(leaves, weights) if weight is not None]
+    outputs, given = [leaf for leaf, _ in pairs], [weight for _, weight in pairs]
+    return list(torch.autograd.grad(outputs, needed, given, allow_unused=True))
+
+
+# ---- on the cluster ----
+
+
+class Checker:
+    """Runs checks on one session.
+
+    Args:
+        mesh: where arguments are put.
+        scope: what every call and every backward pass runs in.
+    """
+
+    def __init__(
+        self, op_stream: OpStream, mesh: DeviceMesh, scope: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._op_stream = op_stream
+        self._mesh = mesh
+        self._alone = DeviceMesh("cpu", [mesh.devices[0]])
+        self._scope = scope
+
+    def alone(self, entry: Any, sample: Sample, plain: Reference) -> Reference:
+        """What a random entry gives on a mesh of one device, whose numbers are DTorch's own.
+
+        Raises:
+            Exception: what the call raises there.
+        """
+        placements = [(Replicate(),)] * len(sample.tensors)
+        with self._scope():
+            leaves, inputs = self._distributed(entry, sample, self._alone, placements)
+            _compare(entry, leaves, plain, values=False)
+            fetched = [_fetch(leaf)[0] if isinstance(leaf, dtorch.Tensor) else leaf for leaf in leaves]
+            for leaf, given in zip(fetched, leaves):
+                if isinstance(given, dtorch.Tensor) and given.requires_grad:
+                    leaf.requires_grad_()
+            grads = None
+            if plain.grads is not None:
+                found = self._gradients(leaves, plain.weights, inputs)
+                grads = [None if g is None else _fetch(g)[0] for g in found]
+        return Reference(fetched, plain.weights, grads)
+
+    def check(
+        self, entry: Any, sample: Sample, reference: Reference, placements: Sequence[Placements]
+    ) -> Outcome:
+        """One combination: ``placements`` has one item for each tensor of the sample."""
+        is_whole = not any(isinstance(p, Shard) for each in placements for p in each)
+        self._op_stream.take()
+        has_communicated = False
+        try:
+            with self._scope():
+                leaves, inputs = self._distributed(entry, sample, self._mesh, placements)
+            _flush(leaves)
+            has_communicated = self._op_stream.take() > 0
+            _compare(entry, leaves, reference)
+        except Exception as error:  # noqa: BLE001  every error is an outcome
+            category, message = _describe(error, is_whole)
+            return Outcome(category, message, has_communicated=has_communicated)
+        is_empty = any(isinstance(leaf, torch.Tensor) and leaf.numel() == 0 for leaf in leaves)
+        if reference.grads is None or is_empty:
+            return Outcome(EQUAL, has_communicated=has_communicated)
+        try:
+            with self._scope():
+                found = self._gradients(leaves, reference.weights, inputs)
+            _compare_gradients(found, reference.grads)
+        except Exception as error:  # noqa: BLE001  every error is an outcome
+            category, message = _describe(error, is_whole)
+            return Outcome(EQUAL, "", category, message, has_communicated)
+        return Outcome(EQUAL, "", EQUAL, "", has_communicated)
+
+    def _distributed(
+        self, entry: Any, sample: Sample, mesh: DeviceMesh, placements: Sequence[Placements]
+    ) -> tuple[list[Any], list[Any]]:
+        inputs = []
+        for tensor, each in zip(sample.fresh_tensors(), placements, strict=True):
+            made: Any = dtorch.from_torch(
+                tensor, device_mesh=mesh, placements=each, requires_grad=tensor.requires_grad
+            )
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            inputs.append(made)
+        return _call(entry, sample, inputs, _CALL_SEED), inputs
+
+    def _gradients(
+        self, leaves: Sequence[Any], weights: Sequence[torch.Tensor | None], inputs: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        whole = [_without_partial(leaf) for leaf in leaves]
+        return _gradients(whole, weights, [x for x in inputs if x.requires_grad], _placed_like)
+
+
+def _flush(leaves: Sequence[Any]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, dtorch.Tensor):
+            leaf.graph.flush()
+
+
+def _without_partial(leaf: Any) -> Any:
+    """A partial leaf is summed first, as a user would before a loss."""
+    if not isinstance(leaf, dtorch.Tensor) or not leaf._spec.layout.is_partial:
+        return leaf
+    return leaf.redistribute(
+        placements=[Replicate() if isinstance(p, Partial) else p for p in leaf.placements]
+    )
+
+
+def _placed_like(weight: torch.Tensor, leaf: Any) -> torch.Tensor:
+    if not isinstance(leaf, dtorch.Tensor):
+        return weight
+    return dtorch.from_torch(weight, device_mesh=leaf.device_mesh, placements=leaf.placements)
+
+
+@lru_cache(maxsize=4096)
+def _replicas(layout: Layout) -> tuple[Layout, ...]:
+    """Layouts on parts of the mesh, each of which holds the whole value once."""
+    ids = torch.tensor(layout.mesh.devices).view(layout.mesh.shape)
+    rest = tuple(p for p in layout.placements if not isinstance(p, Replicate)) or (Replicate(),)
+    indices = [
+        range(size) if isinstance(p, Replicate) else [slice(None)]
+        for p, size in zip(layout.placements, layout.mesh.shape)
+    ]
+    parts = [ids[tuple(index)].tolist() for index in itertools.product(*indices)]
+    return tuple(
+        Layout(DeviceMesh("cpu", part if isinstance(part, list) else [part]), rest) for part in parts
+    )
+
+
+def _ask(tensor: Any) -> list[TensorFuture]:
+    spec, session = tensor._spec, tensor.graph.session
+    return [
+        session.fetch(tensor._handle, intern_spec(spec.shape, spec.dtype, layout))
+        for layout in _replicas(spec.layout)
+    ]
+
+
+def _fetch(tensor: Any) -> list[torch.Tensor]:
+    return [future.get() for future in _ask(tensor)]
+
+
+def _compare(entry: Any, leaves: Sequence[Any], reference: Reference, values: bool = True) -> None:
+    if len(leaves) != len(reference.leaves):
+        raise _Differs("structure", f"{len(leaves)} leaves instead of {len(reference.leaves)}")
+    for leaf, expected in zip(leaves, reference.leaves):
+        _compare_kind(leaf, expected, values)
+    if not values or any(isinstance(leaf, torch.Tensor) and leaf.numel() == 0 for leaf in leaves):
+        return
+    asked = [_ask(leaf) if isinstance(leaf, dtorch.Tensor) else None for leaf in leaves]
+    for leaf, futures, expected in zip(leaves, asked, reference.leaves):
+        if not isinstance(expected, torch.Tensor):
+            continue
+        for value in [leaf.detach()] if futures is None else [future.get() for future in futures]:
+            if entry.name not in _EMPTY:
+                _assert_close(value, expected.detach())
+
+
+def _compare_kind(leaf: Any, expected: Any, values: bool) -> None:
+    """All but the elements."""
+    if not isinstance(expected, torch.Tensor):
+        is_number = isinstance(expected, bool | int | float | complex)
+        same = not isinstance(leaf, torch.Tensor) and (
+            leaf == expected or (leaf != leaf and expected != expected)
+        )
+        if is_number and values and not same:
+            raise _Differs("value", f"{leaf!r} instead of {expected!r}")
+        return
+    if not isinstance(leaf, torch.Tensor):
+        raise _Differs("structure", f"a {type(leaf).__name__} instead of a tensor")
+    for name in ("shape", "dtype", "requires_grad"):
+        given, wanted = getattr(leaf, name), getattr(expected, name)
+        if given != wanted:
+            raise _Differs(name, f"{name} is {given} instead of {wanted}")
+
+
+def _compare_gradients(found: Sequence[Any], expected: Sequence[torch.Tensor | None]) -> None:
+    asked = [None if gradient is None else _ask(gradient) for gradient in found]
+    for futures, wanted in zip(asked, expected, strict=True):
+        values = [None] if futures is None else [future.get() for future in futures]
+        for value in values:
+            if value is not None and wanted is not None:
+                _assert_close(value, wanted, rtol=1e-4, atol=1e-5)
+            elif value is not wanted and bool((value if value is not None else wanted).any()):  # type: ignore[union-attr]
+                raise _Differs("missing", "None instead of a tensor" if value is None else "not None")
+
+
+def _assert_close(value: torch.Tensor, expected: torch.Tensor, **tolerances: float) -> None:
+    if value.dtype != expected.dtype or value.shape != expected.shape:
+        raise _Differs(
+            "shape", f"fetched {value.dtype}{list(value.shape)} for {expected.dtype}{list(expected.shape)}"
+        )
+    try:
+        torch.testing.assert_close(value, expected, equal_nan=True, check_stride=False, **tolerances)
+    except AssertionError as error:
+        raise _Differs("value", str(error)) from None
+
+
+def _describe(error: Exception, is_whole: bool) -> tuple[str, str]:
+    if isinstance(error, _Differs):
+        category = error.category
+    elif isinstance(error, PlacementError):
+        category = REFUSED_WHOLE if is_whole else REFUSED
+    elif isinstance(error, ClusterTimeout) or "ClusterTimeout" in str(error):
+        category = "hang"
+    elif isinstance(error, InfrastructureError):
+        category = "crash"
+    else:
+        category = type(error).__name__
+    message = error.failure.message if isinstance(error, RemoteOpError) else str(error)
+    if isinstance(error, RemoteOpError):
+        message = f"{error.failure.op}: {error.failure.error_type}: {message}"
+    return category, " ".join(message.split())[:_MESSAGE_LENGTH]
