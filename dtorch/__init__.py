@@ -68,6 +68,7 @@ _HOMES = {
     "TensorFuture": "dtorch.future",
     "Graph": "dtorch.graph",
     "parallelize": "dtorch.parallel",
+    **dict.fromkeys(("auto_redistribute", "explain_redistributions"), "dtorch.auto"),
 }
 #: Packages of public names, which need no import of their own: ``dtorch.parallel.describe``.
 _SUBPACKAGES = frozenset(("parallel",))
@@ -84,6 +85,10 @@ _WITHOUT_TORCH = frozenset(
 __all__ = [*_HOMES]  # frozen by a test  # noqa: PLE0604  strings, made from the tuples above
 
 if TYPE_CHECKING:  # `as` tells type checkers that the name is public
+    from dtorch.auto import (
+        auto_redistribute as auto_redistribute,
+        explain_redistributions as explain_redistributions,
+    )
     from dtorch.cluster import Cluster as Cluster, connect as connect, init as init, shutdown as shutdown
     from dtorch.factory import (
         arange as arange,

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from dtorch import auto
+from dtorch.auto_issue import AutoEntry, issue_converted
+from dtorch.auto_plan import plan_cheapest
 from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle, is_default_mesh
 from dtorch.issue import DEVICE, Entry, issue, make_entry, upload
@@ -18,7 +21,7 @@ from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.propagate import propagate
 from dtorch.random import seed_source
 from dtorch.spec import Spec, intern_spec
-from dtorch_runtime.errors import MixedTensorError
+from dtorch_runtime.errors import MixedTensorError, PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, Replicate
 
@@ -180,12 +183,44 @@ def _dispatch_slowly(
     if any(_is_plain_tensor(cls, value) for value in _flat((args, kwargs))):
         args, kwargs = _bring_in(cls, func, args, kwargs, graph, tensors, location)
         return dispatch(cls, func, (), args, kwargs)
-    plan = _plan(cls, func, args, kwargs, tensors)
-    entry = make_entry(graph.session, plan, func, len(tensors), _dtype_dependence(plan, tensors))
+    log = auto.current()
+    entry = _entry_of(cls, func, args, kwargs, tensors, key, graph, log is not None)
+    seeds = seed_source(_generator_in(args, kwargs))
+    if log is not None and type(entry) is AutoEntry:
+        return issue_converted(cls, entry, log, graph, tensors, location, seeds)
+    return issue(cls, entry, graph, tensors, location, seeds)
+
+
+def _entry_of(
+    cls: type[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Any],
+    key: tuple[Any, ...],
+    graph: Graph,
+    converts: bool,
+) -> Any:
+    """The entry of a call that has none: planned strictly, or else, when ``converts``, on converted inputs."""
+    auto_key = ("auto", key, torch.get_default_dtype())
+    if converts and (found := graph.entries.get(auto_key)) is not None:
+        return found
+    refused: PlacementError | None = None
+    try:
+        plan = _plan(cls, func, args, kwargs, tensors)
+    except PlacementError as error:
+        if not converts:
+            raise
+        refused = error
     if len(graph.entries) >= _MAX_ENTRIES:
         graph.entries.clear()
-    graph.entries[key] = entry
-    return issue(cls, entry, graph, tensors, location, seed_source(_generator_in(args, kwargs)))
+    if refused is not None:
+        entry: Any = _auto_entry(cls, func, args, kwargs, tensors, graph, refused)
+        graph.entries[auto_key] = entry
+    else:
+        dependence = _dtype_dependence(plan, tensors)
+        entry = graph.entries[key] = make_entry(graph.session, plan, func, len(tensors), dependence)
+    return entry
 
 
 def _plan(
@@ -201,6 +236,30 @@ def _plan(
         if not any(index in plan.mutates for index, _ in moves):
             return dataclasses.replace(plan, conversions=(*moves, *plan.conversions))
     return _propagate(cls, func, args, kwargs, given)
+
+
+def _auto_entry(
+    cls: type[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Any],
+    graph: Graph,
+    refused: PlacementError,
+) -> AutoEntry:
+    """The cheapest way to run a call that was refused, when the scope allows to move its inputs."""
+    specs = [tensor._spec for tensor in tensors]
+    moves = dict(_moves_to_one_mesh(specs))
+    for index, layout in moves.items():
+        specs[index] = intern_spec(specs[index].shape, specs[index].dtype, layout)
+    remaining = iter(specs)
+    args, kwargs = _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining)
+    found = plan_cheapest(func, args, kwargs, refused)
+    if any(index in found.plan.mutates for index in moves):
+        raise refused
+    entry = make_entry(graph.session, found.plan, func, len(tensors))
+    conversions = (moves | dict(found.conversions)).items()
+    return AutoEntry(entry, tuple(conversions), found.written_back, found.moves)
 
 
 def _propagate(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._C import _ImperativeEngine
 
+from dtorch import auto
 from dtorch.location import in_backward
 
 #: Errors that were on their way when a guard was asked, the last one last; some were caught elsewhere.
@@ -46,6 +47,7 @@ class Engine(_ImperativeEngine):
         """
         thread_id = threading.get_ident()
         in_backward.append(thread_id)
+        stashed = auto.stash(auto.current())
         try:
             return super().run_backward(*args, **kwargs)
         except SystemError:
@@ -53,6 +55,7 @@ class Engine(_ImperativeEngine):
                 raise
             raise _errors.pop() from None
         finally:
+            auto.stash(stashed)
             in_backward.remove(thread_id)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtorch import shapes
@@ -67,6 +68,12 @@ class ForeachRule:
             slices=frozenset(range(len(inputs))),
             fixed=frozenset(written),
         )
+
+    def parts(self, call: Call) -> Iterator[tuple[list[int], Equation]]:
+        """The inputs at each position of the lists, and what the op is there."""
+        for position in range(_length(call)):
+            indices = _at(call, position)
+            yield indices, self._equation(call, indices)
 
     def signatures(self, call: Call) -> list[str]:
         """Those of the first position."""

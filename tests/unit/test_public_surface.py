@@ -17,6 +17,7 @@ PUBLIC = """
     empty zeros ones full rand randn randint randperm arange linspace eye tensor from_torch
     empty_like zeros_like ones_like full_like rand_like randn_like
     manual_seed Tensor TensorFuture Graph parallelize Settings
+    auto_redistribute explain_redistributions
     DTorchError
     UserError PlacementError MeshError MixedTensorError UnsupportedError SettingError ForkError
     RemoteOpError

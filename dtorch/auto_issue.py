@@ -1,0 +1,105 @@
+"""Carries out what ``auto_plan`` decided: convert, run, and bring back what was written on a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtorch.auto import Log, Moved
+from dtorch.auto_plan import memory_order
+from dtorch.graph import Graph
+from dtorch.issue import Entry, issue, make_entry, transfer
+from dtorch.op_plan import OpPlan, SameTensor
+from dtorch.propagate import propagate
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.placement import Shard
+from dtorch_runtime.wire.records import Slot
+
+aten = torch.ops.aten
+
+
+class AutoEntry:
+    """An ``AutoPlan`` made ready for one session: what the cache of the scope holds."""
+
+    __slots__ = ("conversions", "entry", "moves", "written_back")
+
+    def __init__(
+        self,
+        entry: Entry,
+        conversions: tuple[tuple[int, Layout], ...],
+        written_back: tuple[int, ...],
+        moves: tuple[Moved, ...],
+    ) -> None:
+        self.entry = entry
+        self.conversions = conversions
+        self.written_back = written_back
+        self.moves = moves
+
+
+def issue_converted(
+    cls: type[torch.Tensor],
+    found: AutoEntry,
+    log: Log,
+    graph: Graph,
+    given: Sequence[Any],
+    location: int,
+    draw_seed: Callable[[], int],
+) -> Any:
+    """Issue a call on converted inputs and return what the user gets; what it wrote to is the tensor given."""
+    tensors = list(given)
+    for index, layout in found.conversions:
+        tensors[index] = converted(cls, tensors[index], layout, location)
+    result = issue(cls, found.entry, graph, tensors, location, draw_seed)
+    log.add(found.moves, location, "auto")
+    if not found.written_back:
+        return result
+    targets = {}
+    for index in found.written_back:
+        target, copy = given[index], tensors[index]
+        targets[id(copy)] = target
+        copy_into(cls, target, converted(cls, copy, target._spec.layout, location), location)
+    if isinstance(result, list | tuple):
+        return type(result)(targets.get(id(item), item) for item in result)
+    return targets.get(id(result), result)
+
+
+def converted(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int) -> Any:
+    """A copy with another layout, its dims in the same order in memory; see ``auto_plan.converted_spec``."""
+    order = memory_order(tensor._spec)
+    if order is None:
+        return transfer(cls, tensor, layout, location)
+    placements = tuple(
+        Shard(order.index(p.dim), p.unit) if isinstance(p, Shard) else p for p in layout.placements
+    )
+    rows = _permuted(cls, tensor, order, location)
+    moved = transfer(cls, rows, Layout(layout.mesh, placements), location)
+    return _permuted(cls, moved, [order.index(dim) for dim in range(len(order))], location)
+
+
+def _permuted(cls: type[torch.Tensor], tensor: Any, order: list[int], location: int) -> Any:
+    graph: Graph = tensor._handle.graph
+    key = ("permute", tensor._spec, tuple(order))
+    entry = graph.entries.get(key)
+    if entry is None:
+        plan = propagate(aten.permute.default, (tensor._spec, order), {})
+        entry = graph.entries[key] = make_entry(graph.session, plan, aten.permute.default, 1)
+    return issue(cls, entry, graph, (tensor,), location)
+
+
+def copy_into(cls: type[torch.Tensor], target: Any, source: Any, location: int) -> None:
+    """Copy local pieces of ``source`` into those of ``target``, which has the same layout, partial terms included."""
+    graph: Graph = target._handle.graph
+    key = ("copy_into", target._spec, source._spec)
+    entry = graph.entries.get(key)
+    if entry is None:
+        plan = OpPlan(
+            op="aten::copy_.default",
+            args=(Slot(0), Slot(1)),
+            layouts=(target._spec.layout,),
+            outputs=(SameTensor(0),),
+            mutates=(0,),
+        )
+        entry = graph.entries[key] = make_entry(graph.session, plan, aten.copy_.default, 2)
+    issue(cls, entry, graph, (target, source), location)

@@ -1,0 +1,324 @@
+"""Which placements to bring the inputs of a call to when no signature fits them: the cheapest, by bytes moved. Pure.
+
+Candidates come from the signatures of the op's rule, axis by axis; for rules without an equation they are tried out;
+the last resort is every input whole on every device. A candidate counts when the rule plans it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+
+from dtorch import shapes
+from dtorch.auto import Moved
+from dtorch.op_plan import OpPlan
+from dtorch.propagate import propagate
+from dtorch.rules.call import Call, op_of
+from dtorch.rules.dsl import EquationRule, same_pieces
+from dtorch.rules.equation import Equation, Mismatch, Signature, layout_of, match, signatures
+from dtorch.rules.explain import input_names
+from dtorch.rules.foreach import ForeachRule
+from dtorch.rules.tables import find_rule
+from dtorch.rules.whole import replicated
+from dtorch.shapes import is_contiguous, preserved_stride
+from dtorch.spec import Spec, contiguous_stride, intern_spec
+from dtorch_runtime.errors import PlacementError
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.placement import Partial, Placement, Placements, Replicate, Shard
+from dtorch_runtime.ir.transfer import plan_redistribute
+
+#: Candidates that are ranked by bytes, and those of them that are planned, before every input is made whole.
+MAX_RANKED, MAX_PLANNED = 1024, 48
+
+#: A layout for each input.
+Layouts: TypeAlias = tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """A call on converted inputs.
+
+    Attributes:
+        plan: what runs, planned for the converted inputs.
+        conversions: (input, layout it is brought to), before ``plan`` runs.
+        written_back: inputs that the op wrote to on a converted copy: the copy is brought back into them.
+        moves: the redistributions of all of these that move bytes.
+    """
+
+    plan: OpPlan
+    conversions: tuple[tuple[int, Layout], ...]
+    written_back: tuple[int, ...]
+    moves: tuple[Moved, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that cross from one device to another."""
+        return sum(move.num_bytes for move in self.moves)
+
+
+def plan_cheapest(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], refused: PlacementError
+) -> AutoPlan:
+    """The cheapest way to run a call that ``propagate`` refused.
+
+    Args:
+        func, args, kwargs: as ``propagate`` takes them.
+        refused: what it raised, and what is raised here when no placements help.
+
+    Raises:
+        PlacementError: not even whole inputs do.
+        RuntimeError, IndexError, TypeError, ValueError: torch refuses these shapes, dtypes or arguments.
+    """
+    call = Call(op_of(func), args, kwargs)
+    if call.op.writes:
+        shapes.check_written(call)
+    best: AutoPlan | None = None
+    tried: set[Layouts] = set()
+    for layouts in _candidates(call):
+        if layouts in tried or len(tried) > MAX_PLANNED:
+            continue
+        tried.add(layouts)
+        if best is not None and _cost(call.inputs, layouts, call.written) >= best.num_bytes:
+            break
+        found = _planned(call, layouts)
+        if found is not None and (best is None or found.num_bytes < best.num_bytes):
+            best = found
+    if best is None:
+        assert call.mesh is not None
+        best = _planned(call, (replicated(call.mesh),) * len(call.inputs))
+    if best is None:
+        raise refused
+    return best
+
+
+def converted_spec(spec: Spec, layout: Layout) -> Spec:
+    """What a tensor is after its conversion: the same global value, dense, its dims in the same order in memory."""
+    order = memory_order(spec)
+    if order is None:
+        return intern_spec(spec.shape, spec.dtype, layout)
+    steps = contiguous_stride([spec.shape[dim] for dim in order])
+    stride = [0] * len(order)
+    for dim, step in zip(order, steps, strict=True):
+        stride[dim] = step
+    return intern_spec(spec.shape, spec.dtype, layout, stride)
+
+
+def memory_order(spec: Spec) -> list[int] | None:
+    """The dims of a dense copy from the slowest to the fastest in memory; None when it is row-major."""
+    stride = preserved_stride(spec)
+    if is_contiguous(spec.shape, stride):
+        return None
+    return sorted(range(len(stride)), key=lambda dim: -stride[dim])
+
+
+@lru_cache(maxsize=65536)
+def bytes_moved(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, target: Layout) -> int:
+    """Bytes that cross from one device to another when a tensor of global ``shape`` goes from one layout to another."""
+    if source == target:
+        return 0
+    steps = plan_redistribute(shape, source, target, itemsize_bytes=itemsize_bytes)
+    return sum(sum(step.bytes_by_link(itemsize_bytes).values()) for step in steps)
+
+
+def moved(call: Call, conversions: Sequence[tuple[int, Layout]], suffix: str = "") -> tuple[Moved, ...]:
+    """Which conversions of the inputs of a call move bytes."""
+    names = input_names(call)
+    found = []
+    for index, layout in conversions:
+        spec = call.inputs[index]
+        num_bytes = bytes_moved(spec.shape, spec.dtype.itemsize, spec.layout, layout)
+        if num_bytes:
+            name = names[index] + suffix
+            found.append(Moved(call.op.name, name, spec.layout.placements, layout.placements, num_bytes))
+    return tuple(found)
+
+
+def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
+    """The plan of one candidate; None when the rule refuses it."""
+    conversions = [
+        (index, layout)
+        for index, (spec, layout) in enumerate(zip(call.inputs, layouts, strict=True))
+        if layout != spec.layout
+    ]
+    inputs = list(call.inputs)
+    for index, layout in conversions:
+        inputs[index] = converted_spec(inputs[index], layout)
+    changed = call.with_inputs(inputs)
+    try:
+        plan = propagate(call.op.func, changed.args, changed.kwargs)
+    except PlacementError:
+        return None
+    back = tuple(index for index, _ in conversions if index in plan.mutates)
+    returning = moved(changed, [(index, call.inputs[index].layout) for index in back], " (back)")
+    moves = (*moved(call, conversions), *moved(changed, plan.conversions), *returning)
+    return AutoPlan(plan, tuple(conversions), back, moves)
+
+
+# ------------------------------------------------------------------------------------------------- candidates
+
+
+def _candidates(call: Call) -> Iterator[Layouts]:
+    """Layouts to try, the cheapest first."""
+    rule = find_rule(call.op)
+    if rule is None:
+        return iter(())
+    if isinstance(rule, EquationRule):
+        equation = rule.bind(call)
+        return iter(()) if equation is None else iter(_ranked(call, range(len(call.inputs)), equation))
+    if isinstance(rule, ForeachRule):
+        return iter([_part_by_part(call, rule.parts(call))])
+    return _by_trial(call)
+
+
+def _part_by_part(call: Call, parts: Iterable[tuple[Sequence[int], Equation]]) -> Layouts:
+    """The best of each part: an op on lists is as many ops as they are long."""
+    result = [spec.layout for spec in call.inputs]
+    for indices, equation in parts:
+        inputs = [call.inputs[i] for i in indices]
+        for found in itertools.islice(_ranked(call, indices, equation), MAX_PLANNED):
+            changed = [converted_spec(spec, layout) for spec, layout in zip(inputs, found, strict=True)]
+            if _matches(equation, changed):
+                for index, layout in zip(indices, found, strict=True):
+                    result[index] = layout
+                break
+    return tuple(result)
+
+
+def _matches(equation: Equation, inputs: Sequence[Spec]) -> bool:
+    shape = shapes.broadcast([spec.shape for spec in inputs])
+    try:
+        matched = match(equation, inputs, [shape])
+    except Mismatch:
+        return False
+    return all(same_pieces(inputs[i].shape, inputs[i].layout, matched.outputs[0]) for i in equation.fixed)
+
+
+#: One signature along one axis as placements: of each input (None: as it is), and of each output.
+_Choice: TypeAlias = "tuple[tuple[Placement | None, ...], tuple[Placement, ...]]"
+
+
+def _ranked(call: Call, indices: Sequence[int], equation: Equation) -> list[Layouts]:
+    """Layouts for the inputs of an equation, the fewest bytes first, then those with sharded results."""
+    assert call.mesh is not None
+    inputs = [call.inputs[i] for i in indices]
+    written = [indices.index(i) for i in call.written if i in indices]
+    per_axis = [_choices(equation, inputs, axis, written) for axis in range(call.mesh.ndim)]
+    limit = max(2, int(MAX_RANKED ** (1 / len(per_axis))))
+    best_per_axis = [
+        sorted(choices, key=lambda c: _one_axis_cost(inputs, axis, c, written))[:limit]
+        for axis, choices in enumerate(per_axis)
+    ]
+    ranked = []
+    for position, combination in enumerate(itertools.product(*best_per_axis)):
+        layouts = tuple(_layout(spec, i, combination) for i, spec in enumerate(inputs))
+        cost = _cost(inputs, layouts, written)
+        outputs = [placement for _, outs in combination for placement in outs]
+        num_changed = sum(layout is not spec.layout for layout, spec in zip(layouts, inputs, strict=True))
+        ranked.append(((cost, *_unsharded(outputs), num_changed, position), layouts))
+    return [layouts for _, layouts in sorted(ranked, key=lambda item: item[0])]
+
+
+def _unsharded(outputs: Sequence[Placement]) -> tuple[int, int]:
+    """What a tie is decided by: how many outputs are partial, and how many are whole."""
+    return sum(isinstance(p, Partial) for p in outputs), sum(isinstance(p, Replicate) for p in outputs)
+
+
+def _choices(equation: Equation, inputs: Sequence[Spec], axis: int, written: Sequence[int]) -> list[_Choice]:
+    """The signatures along one axis, with each unit that the inputs have there."""
+    found: dict[_Choice, None] = {}
+    for signature in signatures(equation):
+        for unit in _units(inputs, signature, axis):
+            outputs = tuple(_place(c, unit) for c in signature.outputs)
+            placements = [
+                None if dims is None else _kept(spec.layout.placements[axis], _place(c, unit))
+                for spec, dims, c in zip(inputs, equation.inputs, signature.inputs, strict=True)
+            ]
+            for target, output in zip(written, outputs):
+                if equation.inputs[target] is None:
+                    placements[target] = _kept(inputs[target].layout.placements[axis], output)
+            found[tuple(placements), outputs] = None
+    return list(found)
+
+
+def _units(inputs: Sequence[Spec], signature: Signature, axis: int) -> list[int]:
+    have = (spec.layout.placements[axis] for spec in inputs)
+    units = {
+        p.unit for p, c in zip(have, signature.inputs, strict=True) if isinstance(p, Shard) and p.dim == c
+    }
+    return sorted(units) or [1]
+
+
+def _place(coded: Any, unit: int) -> Placement:
+    if coded is None:
+        return Replicate()
+    return Shard(coded, unit) if isinstance(coded, int) else Partial(coded)
+
+
+def _kept(have: Placement, want: Placement) -> Placement | None:
+    return None if have == want else want
+
+
+def _layout(spec: Spec, index: int, combination: Sequence[_Choice]) -> Layout:
+    placements = tuple(
+        have if inputs[index] is None else inputs[index]
+        for have, (inputs, _) in zip(spec.layout.placements, combination, strict=True)
+    )
+    if placements == spec.layout.placements:
+        return spec.layout
+    return layout_of(spec.layout.mesh, placements)
+
+
+def _one_axis_cost(
+    inputs: Sequence[Spec], axis: int, choice: _Choice, written: Sequence[int]
+) -> tuple[int, int, int]:
+    layouts = []
+    for spec, want in zip(inputs, choice[0], strict=True):
+        placements = list(spec.layout.placements)
+        placements[axis] = placements[axis] if want is None else want
+        layouts.append(layout_of(spec.layout.mesh, tuple(placements)))
+    return _cost(inputs, tuple(layouts), written), *_unsharded(choice[1])
+
+
+def _cost(inputs: Sequence[Spec], layouts: Sequence[Layout], written: Sequence[int]) -> int:
+    """Bytes of the conversions alone, written targets forth and back."""
+    total = 0
+    for index, (spec, layout) in enumerate(zip(inputs, layouts, strict=True)):
+        total += bytes_moved(spec.shape, spec.dtype.itemsize, spec.layout, layout)
+        if index in written:
+            total += bytes_moved(spec.shape, spec.dtype.itemsize, layout, spec.layout)
+    return total
+
+
+# ------------------------------------------------------------------------------------------------- by trial
+
+
+def _by_trial(call: Call) -> Iterator[Layouts]:
+    """Every input as it is, whole, or sharded on some dim; the cheapest combinations first."""
+    options = []
+    limit = max(2, int(MAX_RANKED ** (1 / len(call.inputs))))
+    for index, spec in enumerate(call.inputs):
+        written = [0] if index in call.written else []
+        layouts = [layout_of(spec.layout.mesh, placements) for placements in _all_placements(spec)]
+        costs = {layout: _cost([spec], (layout,), written) for layout in layouts}
+        options.append(sorted(layouts, key=lambda layout: costs[layout])[:limit])
+    ranked = [
+        (_cost(call.inputs, layouts, call.written), position, layouts)
+        for position, layouts in enumerate(itertools.product(*options))
+    ]
+    return (layouts for _, _, layouts in sorted(ranked, key=lambda item: item[:2]))
+
+
+def _all_placements(spec: Spec) -> Iterator[Placements]:
+    """The placements themselves first, then all that are Replicate or Shard along each axis."""
+    per_axis = [
+        dict.fromkeys(
+            (have, *(Shard(dim) for dim, size in enumerate(spec.shape) if size > 1), Replicate()),
+        )
+        for have in spec.layout.placements
+    ]
+    return itertools.islice(itertools.product(*per_axis), MAX_RANKED)
