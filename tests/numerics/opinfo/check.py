@@ -41,8 +41,9 @@ _MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True)
 class Reference:
-    """What a call must give. ``leaves`` are CPU tensors and constants; ``weights`` and ``grads`` fit them and the inputs."""
+    """What a call must give."""
 
+    #: CPU tensors and constants.
     leaves: list[Any]
     #: For each leaf that gradients flow from, what it is multiplied with; None for the others.
     weights: list[torch.Tensor | None]
@@ -201,7 +202,7 @@ class Checker:
             has_communicated = self._op_stream.take() > 0
             _compare(entry, leaves, reference)
         except Exception as error:  # noqa: BLE001  every error is an outcome
-            category, message = _describe(error, is_whole)
+            category, message = describe_error(error, is_whole)
             return Outcome(category, message, has_communicated=has_communicated)
         is_empty = any(isinstance(leaf, torch.Tensor) and leaf.numel() == 0 for leaf in leaves)
         if reference.grads is None or is_empty:
@@ -211,7 +212,7 @@ class Checker:
                 found = self._gradients(leaves, reference.weights, inputs)
             _compare_gradients(found, reference.grads)
         except Exception as error:  # noqa: BLE001  every error is an outcome
-            category, message = _describe(error, is_whole)
+            category, message = describe_error(error, is_whole)
             return Outcome(EQUAL, "", category, message, has_communicated)
         return Outcome(EQUAL, "", EQUAL, "", has_communicated)
 
@@ -261,11 +262,11 @@ def _replicas(layout: Layout) -> tuple[Layout, ...]:
     """Layouts on parts of the mesh, each of which holds the whole value once."""
     ids = torch.tensor(layout.mesh.devices).view(layout.mesh.shape)
     rest = tuple(p for p in layout.placements if not isinstance(p, Replicate)) or (Replicate(),)
-    indices = [
+    indices: list[Any] = [
         range(size) if isinstance(p, Replicate) else [slice(None)]
         for p, size in zip(layout.placements, layout.mesh.shape)
     ]
-    parts = [ids[tuple(index)].tolist() for index in itertools.product(*indices)]
+    parts: list[Any] = [ids[index].tolist() for index in itertools.product(*indices)]
     return tuple(
         Layout(DeviceMesh("cpu", part if isinstance(part, list) else [part]), rest) for part in parts
     )
@@ -339,7 +340,8 @@ def _assert_close(value: torch.Tensor, expected: torch.Tensor, **tolerances: flo
         raise _Differs("value", str(error)) from None
 
 
-def _describe(error: Exception, is_whole: bool) -> tuple[str, str]:
+def describe_error(error: Exception, is_whole: bool) -> tuple[str, str]:
+    """Category and message of what a check ended in."""
     if isinstance(error, _Differs):
         category = error.category
     elif isinstance(error, PlacementError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -136,7 +137,7 @@ class _Child:
     """A process that runs ``worker.start``."""
 
     def __init__(self, run: Run, marker: str) -> None:
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed when the process has ended
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.numerics.opinfo", "--child", json.dumps(dataclasses.asdict(run))],
             stdin=subprocess.PIPE,
@@ -171,10 +172,8 @@ class _Child:
         """Let it finish."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill()
 
     def kill(self) -> str:

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import dtorch
 from dtorch_runtime.errors import DTorchError, SettingError
 from dtorch_runtime.ir.placement import Placements, Replicate, Shard
 from dtorch_runtime.settings import Settings
-from tests.numerics.opinfo.check import Checker, Outcome, Reference, _describe, is_random, reference_of
+from tests.numerics.opinfo.check import Checker, Outcome, Reference, describe_error, is_random, reference_of
 from tests.numerics.opinfo.entries import Run, Sample, combinations, drawn, entries, samples, sizes
 from tests.numerics.opinfo.op_stream import OpStream
 
@@ -79,7 +79,7 @@ def _alone(checker: Checker, entry: Any, sample: Sample, reference: Reference) -
     try:
         return checker.alone(entry, sample, reference)
     except Exception as error:  # noqa: BLE001  every error is an outcome
-        category, message = _describe(error, is_whole=True)
+        category, message = describe_error(error, is_whole=True)
         return Outcome(category, f"on one device: {message}")
 
 
@@ -116,10 +116,9 @@ class _Cluster:
         return Checker(OpStream(connected.session), mesh, scope_of(run.mode))
 
     def close(self) -> None:
-        try:
+        # A failure that no check has fetched, or the loss that ends this session.
+        with suppress(DTorchError):
             self._stack.close()
-        except DTorchError:
-            pass
 
 
 def main(run: Run, write: Callable[[str], None]) -> None:
