@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, Placement, Placements, Replicate, Shard
 from dtorch_runtime.ir.transfer import plan_redistribute
+from dtorch_runtime.ir.transfer_cost import transfer_bytes
 
 #: Candidates that are ranked by bytes, and those of them that are planned, before every input is made whole.
 MAX_RANKED, MAX_PLANNED = 1024, 48
@@ -47,18 +48,15 @@ class AutoPlan:
         plan: what runs, planned for the converted inputs.
         conversions: (input, layout it is brought to), before ``plan`` runs.
         written_back: inputs that the op wrote to on a converted copy: the copy is brought back into them.
-        moves: the redistributions of all of these that move bytes.
+        cost_bytes: what decided: bytes that the busiest device receives, summed over the redistributions.
+        moves: the redistributions that move bytes.
     """
 
     plan: OpPlan
     conversions: tuple[tuple[int, Layout], ...]
     written_back: tuple[int, ...]
-    moves: tuple[Moved, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that cross from one device to another."""
-        return sum(move.num_bytes for move in self.moves)
+    cost_bytes: int
+    moves: tuple[Moved, ...] = ()
 
 
 def plan_cheapest(
@@ -83,17 +81,17 @@ def plan_cheapest(
         if layouts in tried or len(tried) > MAX_PLANNED:
             continue
         tried.add(layouts)
-        if best is not None and _cost(call.inputs, layouts, call.written) >= best.num_bytes:
+        if best is not None and _total_cost(call.inputs, layouts, call.written) >= best.cost_bytes:
             break
         found = _planned(call, layouts)
-        if found is not None and (best is None or found.num_bytes < best.num_bytes):
+        if found is not None and (best is None or found.cost_bytes < best.cost_bytes):
             best = found
     if best is None:
         assert call.mesh is not None
         best = _planned(call, (replicated(call.mesh),) * len(call.inputs))
     if best is None:
         raise refused
-    return best
+    return replace(best, moves=_moves(call, best))
 
 
 def converted_spec(spec: Spec, layout: Layout) -> Spec:
@@ -116,26 +114,58 @@ def memory_order(spec: Spec) -> list[int] | None:
     return sorted(range(len(stride)), key=lambda dim: -stride[dim])
 
 
-@lru_cache(maxsize=65536)
-def bytes_moved(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, target: Layout) -> int:
-    """Bytes that cross from one device to another when a tensor of global ``shape`` goes from one layout to another."""
-    if source == target:
-        return 0
-    steps = plan_redistribute(shape, source, target, itemsize_bytes=itemsize_bytes)
-    return sum(sum(step.bytes_by_link(itemsize_bytes).values()) for step in steps)
+def _moves(call: Call, found: AutoPlan) -> tuple[Moved, ...]:
+    inputs = _converted(call, found.conversions)
+    changed = call.with_inputs(inputs)
+    back = [(index, call.inputs[index].layout) for index in found.written_back]
+    return (
+        *moved(call, found.conversions),
+        *moved(changed, found.plan.conversions),
+        *moved(changed, back, " (back)"),
+    )
 
 
 def moved(call: Call, conversions: Sequence[tuple[int, Layout]], suffix: str = "") -> tuple[Moved, ...]:
-    """Which conversions of the inputs of a call move bytes."""
+    """Which conversions of the inputs of a call move bytes between devices, and how many in all."""
     names = input_names(call)
     found = []
     for index, layout in conversions:
         spec = call.inputs[index]
-        num_bytes = bytes_moved(spec.shape, spec.dtype.itemsize, spec.layout, layout)
-        if num_bytes:
-            name = names[index] + suffix
-            found.append(Moved(call.op.name, name, spec.layout.placements, layout.placements, num_bytes))
+        itemsize_bytes = spec.dtype.itemsize
+        if not _cost(spec, layout):
+            continue
+        steps = plan_redistribute(spec.shape, spec.layout, layout, itemsize_bytes=itemsize_bytes)
+        num_bytes = sum(sum(step.bytes_by_link(itemsize_bytes).values()) for step in steps)
+        name = names[index] + suffix
+        found.append(Moved(call.op.name, name, spec.layout.placements, layout.placements, num_bytes))
     return tuple(found)
+
+
+def _converted(call: Call, conversions: Sequence[tuple[int, Layout]]) -> list[Spec]:
+    inputs = list(call.inputs)
+    for index, layout in conversions:
+        inputs[index] = converted_spec(inputs[index], layout)
+    return inputs
+
+
+_transfer_bytes = lru_cache(maxsize=65536)(transfer_bytes)
+
+
+def _cost(spec: Spec, layout: Layout, *, and_back: bool = False) -> int:
+    """What a conversion costs; that of a tensor that is written to counts twice."""
+    if spec.layout == layout:
+        return 0
+    cost = _transfer_bytes(spec.shape, spec.dtype.itemsize, spec.layout, layout)
+    if and_back:
+        cost += _transfer_bytes(spec.shape, spec.dtype.itemsize, layout, spec.layout)
+    return cost
+
+
+def _total_cost(inputs: Sequence[Spec], layouts: Sequence[Layout], written: Sequence[int]) -> int:
+    return sum(
+        _cost(spec, layout, and_back=index in written)
+        for index, (spec, layout) in enumerate(zip(inputs, layouts, strict=True))
+    )
 
 
 def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
@@ -145,18 +175,15 @@ def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
         for index, (spec, layout) in enumerate(zip(call.inputs, layouts, strict=True))
         if layout != spec.layout
     ]
-    inputs = list(call.inputs)
-    for index, layout in conversions:
-        inputs[index] = converted_spec(inputs[index], layout)
-    changed = call.with_inputs(inputs)
+    changed = call.with_inputs(_converted(call, conversions))
     try:
         plan = propagate(call.op.func, changed.args, changed.kwargs)
     except PlacementError:
         return None
     back = tuple(index for index, _ in conversions if index in plan.mutates)
-    returning = moved(changed, [(index, call.inputs[index].layout) for index in back], " (back)")
-    moves = (*moved(call, conversions), *moved(changed, plan.conversions), *returning)
-    return AutoPlan(plan, tuple(conversions), back, moves)
+    cost = _total_cost(call.inputs, layouts, back)
+    cost += sum(_cost(changed.inputs[index], layout) for index, layout in plan.conversions)
+    return AutoPlan(plan, tuple(conversions), back, cost)
 
 
 # ------------------------------------------------------------------------------------------------- candidates
@@ -216,7 +243,7 @@ def _ranked(call: Call, indices: Sequence[int], equation: Equation) -> list[Layo
     ranked = []
     for position, combination in enumerate(itertools.product(*best_per_axis)):
         layouts = tuple(_layout(spec, i, combination) for i, spec in enumerate(inputs))
-        cost = _cost(inputs, layouts, written)
+        cost = _total_cost(inputs, layouts, written)
         outputs = [placement for _, outs in combination for placement in outs]
         num_changed = sum(layout is not spec.layout for layout, spec in zip(layouts, inputs, strict=True))
         ranked.append(((cost, *_unsharded(outputs), num_changed, position), layouts))
@@ -281,17 +308,7 @@ def _one_axis_cost(
         placements = list(spec.layout.placements)
         placements[axis] = placements[axis] if want is None else want
         layouts.append(layout_of(spec.layout.mesh, tuple(placements)))
-    return _cost(inputs, tuple(layouts), written), *_unsharded(choice[1])
-
-
-def _cost(inputs: Sequence[Spec], layouts: Sequence[Layout], written: Sequence[int]) -> int:
-    """Bytes of the conversions alone, written targets forth and back."""
-    total = 0
-    for index, (spec, layout) in enumerate(zip(inputs, layouts, strict=True)):
-        total += bytes_moved(spec.shape, spec.dtype.itemsize, spec.layout, layout)
-        if index in written:
-            total += bytes_moved(spec.shape, spec.dtype.itemsize, layout, spec.layout)
-    return total
+    return _total_cost(inputs, layouts, written), *_unsharded(choice[1])
 
 
 # ------------------------------------------------------------------------------------------------- by trial
@@ -302,12 +319,11 @@ def _by_trial(call: Call) -> Iterator[Layouts]:
     options = []
     limit = max(2, int(MAX_RANKED ** (1 / len(call.inputs))))
     for index, spec in enumerate(call.inputs):
-        written = [0] if index in call.written else []
         layouts = [layout_of(spec.layout.mesh, placements) for placements in _all_placements(spec)]
-        costs = {layout: _cost([spec], (layout,), written) for layout in layouts}
-        options.append(sorted(layouts, key=lambda layout: costs[layout])[:limit])
+        costs = {layout: _cost(spec, layout, and_back=index in call.written) for layout in layouts}
+        options.append(sorted(layouts, key=costs.__getitem__)[:limit])
     ranked = [
-        (_cost(call.inputs, layouts, call.written), position, layouts)
+        (_total_cost(call.inputs, layouts, call.written), position, layouts)
         for position, layouts in enumerate(itertools.product(*options))
     ]
     return (layouts for _, _, layouts in sorted(ranked, key=lambda item: item[:2]))

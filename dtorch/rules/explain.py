@@ -51,7 +51,8 @@ def refused(
         f"{call.op} cannot run on these placements: {reason}\n"
         f"  given:\n{given(call, only)}\n"
         f"  allowed along each mesh axis (inputs -> outputs):\n{allowed}\n"
-        f"  write: {fix or replicate_fix(call, only)}"
+        f"  write: {fix or replicate_fix(call, only)}\n"
+        f"  or, to have data moved where needed: with dtorch.auto_redistribute():"
     )
 
 
