@@ -320,3 +320,13 @@ def wrap(dim: int, ndim: int) -> int | None:
     """A dim counted from the front, or None when it is out of range."""
     limit = max(ndim, 1)
     return dim % limit if -limit <= dim < limit else None
+
+
+def contiguous_like(name: str) -> ShapeFunction:
+    """One row-major result with the shape and dtype of an argument, for ops without a meta kernel."""
+
+    def metas(call: Call) -> Metas:
+        spec = call.spec(name)
+        return (TensorMeta(spec.shape, contiguous_stride(spec.shape), spec.dtype),)
+
+    return metas
