@@ -258,22 +258,37 @@ def _unsharded(outputs: Sequence[Placement]) -> tuple[int, int]:
 def _choices(equation: Equation, inputs: Sequence[Spec], axis: int, written: Sequence[int]) -> list[_Choice]:
     """The signatures along one axis, with each unit that the inputs have there."""
     found: dict[_Choice, None] = {}
+    have = [spec.layout.placements[axis] for spec in inputs]
     for signature in signatures(equation):
-        for unit in _units(inputs, signature, axis):
+        if not _is_reasonable(equation, signature, have):
+            continue
+        for unit in _units(have, signature):
             outputs = tuple(_place(c, unit) for c in signature.outputs)
             placements = [
-                None if dims is None else _kept(spec.layout.placements[axis], _place(c, unit))
-                for spec, dims, c in zip(inputs, equation.inputs, signature.inputs, strict=True)
+                None if dims is None else _kept(own, _place(c, unit))
+                for own, dims, c in zip(have, equation.inputs, signature.inputs, strict=True)
             ]
             for target, output in zip(written, outputs):
                 if equation.inputs[target] is None:
-                    placements[target] = _kept(inputs[target].layout.placements[axis], output)
+                    placements[target] = _kept(have[target], output)
             found[tuple(placements), outputs] = None
     return list(found)
 
 
-def _units(inputs: Sequence[Spec], signature: Signature, axis: int) -> list[int]:
-    have = (spec.layout.placements[axis] for spec in inputs)
+def _is_reasonable(equation: Equation, signature: Signature, have: Sequence[Placement]) -> bool:
+    """Making terms of a sum moves no bytes, but every device then computes on the whole: only what is partial
+    already, or meets something partial, becomes so."""
+    partial = [
+        own
+        for own, dims, c in zip(have, equation.inputs, signature.inputs, strict=True)
+        if dims is not None and isinstance(c, str)
+    ]
+    if any(isinstance(own, Shard) for own in partial):
+        return False
+    return not partial or signature.letter is not None or any(isinstance(own, Partial) for own in partial)
+
+
+def _units(have: Sequence[Placement], signature: Signature) -> list[int]:
     units = {
         p.unit for p, c in zip(have, signature.inputs, strict=True) if isinstance(p, Shard) and p.dim == c
     }
