@@ -13,20 +13,22 @@ product of the first (a) and the second (b). From this follow all signatures alo
 
 ``...`` stands for any dims, aligned from the right and broadcast; ``1`` for a dim of size 1; ``?mn`` for as many of
 these dims as there are, from the right. Operands are the tensor
-parameters of the schema in order; one that is None is skipped, and a number in the place of a tensor is a constant.
+parameters of the schema in order; one that is None is skipped, a number in the place of a tensor is a constant, and
+all tensors of a list have the same letters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from dtorch import shapes
-from dtorch.op_plan import OpPlan
+from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.rules import explain
-from dtorch.rules.call import Call
+from dtorch.rules.call import ArgumentEncoder, Call, local_shape
 from dtorch.rules.equation import (
     ALL_KINDS,
     LINEAR_KINDS,
@@ -47,9 +49,15 @@ from dtorch.shapes import Metas, ShapeFunction, TensorMeta, register_shape
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, ReduceOp
+from dtorch_runtime.wire.records import ListArg
 
 #: A notation, or what writes it for a call (because of its ``dim`` argument, say).
 Notation: TypeAlias = "str | Callable[[Call], str]"
+#: Letters, or what names them for a call (dims of ``...`` are ``~1``, ``~2``, from the right).
+Letters: TypeAlias = "str | Callable[[Call], Iterable[str]]"
+#: What cutting leaves in outputs that lack the letter: one kind, or one for each output, or what says so for a call.
+Kinds: TypeAlias = "ReduceOp | tuple[ReduceOp, ...] | None"
+Reduce: TypeAlias = "Kinds | Callable[[Call], Kinds]"
 #: How local arguments differ from the given ones, by parameter name.
 Localize: TypeAlias = Callable[[Call, Matched, Metas], dict[str, Any]]
 #: Another op on the local pieces, or None where the op itself does.
@@ -64,7 +72,7 @@ class EquationRule:
     localize: Localize | None = None
     specialize: Specialize | None = None
     always: bool = False
-    #: Whether the kernel refuses tensors without elements.
+    #: Whether the kernel refuses tensors without elements: devices without any are given the result.
     nonempty: bool = False
 
     def plan(self, call: Call) -> OpPlan:
@@ -79,30 +87,27 @@ class EquationRule:
         except Mismatch as mismatch:
             raise explain.mismatch(call, equation, mismatch) from None
         check_written_placements(call, equation, matched, out_shapes)
-        self._check_empty(call, equation, matched)
         if matched.conversions and not call.op.writes:
             metas = _after_conversions(call, matched, metas)
-        if self.specialize is not None:
-            plan = self.specialize(call, matched, metas)
-            if plan is not None:
-                return plan
-        replace = self.localize(call, matched, metas) if self.localize else None
-        return plan_same_op(call, metas, matched.outputs, conversions=matched.conversions, replace=replace)
+        plan = self.specialize(call, matched, metas) if self.specialize is not None else None
+        if plan is None:
+            replace = self.localize(call, matched, metas) if self.localize else None
+            plan = plan_same_op(
+                call, metas, matched.outputs, conversions=matched.conversions, replace=replace
+            )
+        return unless_empty(plan) if self._refuses_a_piece(call, equation, matched) else plan
 
-    def _check_empty(self, call: Call, equation: Equation, matched: Matched) -> None:
-        """Some kernels need an element on every device: the largest of no elements does not exist."""
-        extreme = equation.reduce in ("max", "min") and call.op.base not in _EMPTY_IS_FINE
+    def _refuses_a_piece(self, call: Call, equation: Equation, matched: Matched) -> bool:
+        """Whether the kernel needs an element, and some device has none: the largest of no elements does not exist."""
+        extreme = equation.reduction(0) in ("max", "min") and call.op.base not in _EMPTY_IS_FINE
         for axis, letter in enumerate(matched.letters):
             contracts = any(isinstance(out.placements[axis], Partial) for out in matched.outputs)
             if letter is None or not (self.nonempty or (extreme and contracts)):
                 continue
             for spec, layout in zip(call.inputs, matched.inputs, strict=True):
                 if has_empty_piece(spec.shape, layout):
-                    raise explain.refused(
-                        call,
-                        "some device would hold no element, and the op needs one",
-                        [explain.show(call, s) for s in signatures(equation)],
-                    )
+                    return True
+        return False
 
     def signatures(self, call: Call) -> list[str]:
         """Every legal signature for these ranks."""
@@ -180,6 +185,28 @@ def same_pieces(shape: tuple[int, ...], a: Layout, b: Layout) -> bool:
     )
 
 
+def unless_empty(plan: OpPlan) -> OpPlan:
+    """The same plan, where a device without elements gives what changes nothing: 0 to a sum, -inf to a maximum."""
+    specs = [output.spec for output in plan.outputs if isinstance(output, NewOutput)]
+    encode = ArgumentEncoder().encode
+    return dataclasses.replace(
+        plan,
+        op="dtorch::unless_empty",
+        args=(
+            plan.op,
+            ListArg(list(plan.args)),
+            ListArg([local_shape(spec.shape, spec.layout) for spec in specs]),
+            ListArg([encode(spec.dtype) for spec in specs]),
+            ListArg([_kept_kind(spec.layout) for spec in specs]),
+        ),
+    )
+
+
+def _kept_kind(layout: Layout) -> ReduceOp:
+    """The kind of the terms of a result; of one that is not partial the pieces are empty, and any kind will do."""
+    return next((p.op for p in layout.placements if isinstance(p, Partial)), "sum")
+
+
 _EMPTY_IS_FINE = frozenset({"aten::any", "aten::all"})
 
 
@@ -205,8 +232,8 @@ class Binder:
     """Turns a notation and a call into an equation."""
 
     notation: Notation
-    whole: str | Callable[[Call], str] = ""
-    reduce: ReduceOp | None = None
+    whole: Letters = ""
+    reduce: Reduce = None
     terms: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[ReduceOp, ...] = LINEAR_KINDS
     lifts: bool = False
@@ -227,8 +254,9 @@ class Binder:
         for parameter, letters in zip(_operands(call), self.parsed(call).inputs, strict=False):
             operand = call.operands[parameter]
             of_operand.append(operand if isinstance(operand, int) else None)
-            if isinstance(operand, int):
-                parts[operand] = letters
+            for index in operand if isinstance(operand, tuple) else (operand,):
+                if index is not None:
+                    parts[index] = letters
         return parts, of_operand
 
     def __call__(self, call: Call) -> Equation | None:
@@ -245,7 +273,7 @@ class Binder:
             inputs=tuple(dims),
             outputs=tuple(_output_dims(letters, dims, parts) for letters in parsed.outputs),
             whole=frozenset(whole),
-            reduce=self.reduce,
+            reduce=self.reduce(call) if callable(self.reduce) else self.reduce,
             unaffected=self.unaffected,
             terms=_bound_terms(self.terms, of_operand, constants) if linear else (),
             kinds=self.kinds,
@@ -342,8 +370,8 @@ def rule(
     *,
     linear: str = "",
     moves: str = "",
-    whole: str | Callable[[Call], str] = "",
-    reduce: ReduceOp | None = None,
+    whole: Letters = "",
+    reduce: Reduce = None,
     slices: str = "",
     converts: str = "",
     lifts: bool = False,
@@ -365,7 +393,8 @@ def rule(
         linear: sum of products in which the op is linear, operands named a, b, c ...: ``"a+b*c"``.
         moves: as ``linear``, for ops that only move elements: every kind of Partial is kept.
         whole: letters that must not be cut.
-        reduce: what cutting a letter leaves in an output without it; "sum" for linear ops.
+        reduce: what cutting a letter leaves in an output without it, one kind for all outputs or one for each;
+            "sum" for linear ops.
         slices: operands that are cut locally where they are whole and others are sharded; "*" for all.
         converts: operands that are brought to wherever they are needed, with communication.
         lifts: replicated terms of a sum may become partial.
@@ -378,7 +407,7 @@ def rule(
         shape: how the result's shape is computed without a meta kernel; "letters" for contiguous results whose
             dims are the letters.
         always: the rule answers for replicated inputs too.
-        nonempty: the kernel refuses tensors without elements.
+        nonempty: the kernel refuses tensors without elements; devices that have none do not run it.
     """
     terms = parse_terms(linear or moves)
     binder = Binder(

@@ -34,7 +34,8 @@ class Equation:
         inputs: letters of each input; None for a tensor that takes no part (the target of ``out=``).
         outputs: letters of each return.
         whole: letters whose dims every device needs whole.
-        reduce: what sharding a letter leaves in an output that lacks it; None: it must not be sharded.
+        reduce: what sharding a letter leaves in an output that lacks it, one for all outputs or one for each;
+            None: it must not be sharded.
         unaffected: outputs that are whole on every device whatever is cut.
         terms: the op is a sum of these products of inputs; empty when it is not linear.
         kinds: kinds of Partial that the terms keep.
@@ -49,7 +50,7 @@ class Equation:
     inputs: tuple[Dims | None, ...]
     outputs: tuple[Dims, ...]
     whole: frozenset[str] = frozenset()
-    reduce: ReduceOp | None = None
+    reduce: ReduceOp | tuple[ReduceOp, ...] | None = None
     unaffected: frozenset[int] = frozenset()
     terms: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[ReduceOp, ...] = LINEAR_KINDS
@@ -58,6 +59,10 @@ class Equation:
     converts: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     grouped: frozenset[str] = frozenset()
+
+    def reduction(self, output: int) -> ReduceOp | None:
+        """What sharding a letter leaves in an output that lacks it."""
+        return self.reduce[output] if isinstance(self.reduce, tuple) else self.reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,8 @@ def signatures(equation: Equation) -> tuple[Signature, ...]:
     for kind in equation.kinds:
         for chosen in _one_of_each(equation.terms):
             inputs: list[Code] = [kind if i in chosen else None for i in range(len(equation.inputs))]
-            result.append(Signature(tuple(inputs), (kind,) * len(equation.outputs)))
+            outputs = [None if i in equation.unaffected else kind for i in range(len(equation.outputs))]
+            result.append(Signature(tuple(inputs), tuple(outputs)))
     if len(equation.fixed) == 1 == len(equation.outputs):
         (target,) = equation.fixed
         if equation.inputs[target] is not None:
@@ -101,7 +107,7 @@ def _cut(equation: Equation, letter: str) -> Iterator[Signature]:
         elif equation.reduce is None:
             return
         else:
-            outputs.append(equation.reduce)
+            outputs.append(equation.reduction(index))
             contracted = True
     has = [dims is not None and letter in dims for dims in equation.inputs]
     # A term without the letter would count once on every device: one of its factors must be partial.
@@ -112,7 +118,7 @@ def _cut(equation: Equation, letter: str) -> Iterator[Signature]:
             if names is not None and letter in names:
                 inputs.append(names.index(letter))
             else:
-                inputs.append(equation.reduce if i in chosen else None)
+                inputs.append(equation.reduction(0) if i in chosen else None)
         yield Signature(tuple(inputs), tuple(outputs), letter)
 
 
@@ -232,12 +238,13 @@ def _name(index: int) -> str:
 
 def _why(equation: Equation, given: tuple[Code, ...]) -> str:
     cut: dict[str, int] = {}
+    cuttable = {signature.letter for signature in signatures(equation)}
     for index, (have, dims) in enumerate(zip(given, equation.inputs)):
         if isinstance(have, int) and dims is not None:
             letter = dims[have]
             if letter is None:
                 return f"dim {have} of {_name(index)} has size 1 and is broadcast, so it cannot be sharded"
-            if letter in equation.whole:
+            if letter not in cuttable:
                 return f"the op needs dim {have} of {_name(index)} whole on every device"
             cut.setdefault(letter, index)
     partial = [index for index, have in enumerate(given) if isinstance(have, str)]

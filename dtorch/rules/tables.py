@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dtorch.rules import foreach, index, matmul, new_like, nn, pointwise, random, reduce, view
+from dtorch.rules import fft, foreach, index, linalg, matmul, new_like, nn, pointwise, random, reduce, view
 from dtorch.rules.registry import find_rule, registered
 
 #: One module a family of ops.
-TABLES = (foreach, index, matmul, new_like, nn, pointwise, random, reduce, view)
+TABLES = (fft, foreach, index, linalg, matmul, new_like, nn, pointwise, random, reduce, view)
 
 __all__ = ["TABLES", "find_rule", "registered"]

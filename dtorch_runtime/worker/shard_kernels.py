@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dtorch_runtime.worker import piece_kernels as _piece_kernels  # noqa: F401  registers its kernels
 from dtorch_runtime.worker.kernels import find_kernel, kernel
 
 

@@ -19,9 +19,10 @@ from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Placement, Replicate, Shard
 from tests.numerics.more_samples import MORE
 from tests.numerics.samples import ALL
+from tests.numerics.samples_linalg import LINALG
 from tests.support.rule_checks import Sample, check, check_all, choices, claimed, expected, tensors_of
 
-EVERY = [*ALL, *MORE]
+EVERY = [*ALL, *MORE, *LINALG]
 #: Rules whose results no call of plain torch gives: their tests are in test_random.py.
 TESTED_ELSEWHERE = (RandomRule, LikeRule, StridedRule)
 

@@ -1,0 +1,54 @@
+"""Kernels for pieces that are not like the whole: without elements, or off the diagonal of the whole.
+
+Shapes are local.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dtorch_runtime.worker.kernels import find_kernel, kernel
+
+_LEAST_CHANGE = {"sum": 0.0, "avg": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf}
+
+
+@kernel("unless_empty")
+def unless_empty(
+    operator: str,
+    args: list[Any],
+    shapes: list[list[int]],
+    dtypes: list[torch.dtype],
+    kinds: list[str],
+    **kwargs: Any,
+) -> Any:
+    """What ``operator`` gives; where some tensor has no elements, results that change nothing when reduced.
+
+    For kernels that refuse tensors without elements, as the largest of none does not exist.
+
+    Args:
+        shapes, dtypes: of the local results.
+        kinds: how each result is reduced over devices.
+    """
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if all(tensor.numel() for tensor in tensors):
+        found = find_kernel(operator)
+        result = found.function(*args, **kwargs)
+        return result if len(shapes) == 1 else list(found.spread(result, len(shapes)))
+    device = tensors[0].device
+    results = [
+        torch.full(shape, _least_change(kind, dtype), dtype=dtype, device=device)
+        for shape, dtype, kind in zip(shapes, dtypes, kinds, strict=True)
+    ]
+    return results[0] if len(results) == 1 else results
+
+
+def _least_change(kind: str, dtype: torch.dtype) -> float:
+    value = _LEAST_CHANGE[kind]
+    if math.isfinite(value) or dtype.is_floating_point or dtype.is_complex:
+        return value
+    if dtype is torch.bool:
+        return value > 0
+    return torch.iinfo(dtype).max if value > 0 else torch.iinfo(dtype).min
