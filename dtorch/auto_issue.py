@@ -13,6 +13,8 @@ from dtorch.graph import Graph
 from dtorch.issue import Entry, issue, make_entry, transfer
 from dtorch.op_plan import OpPlan, SameTensor
 from dtorch.propagate import propagate
+from dtorch.rules.call import op_of
+from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Shard
 from dtorch_runtime.wire.records import Slot
@@ -23,7 +25,7 @@ aten = torch.ops.aten
 class AutoEntry:
     """An ``AutoPlan`` made ready for one session: what the cache of the scope holds."""
 
-    __slots__ = ("conversions", "entry", "moves", "written_back")
+    __slots__ = ("conversions", "entry", "is_view", "moves", "written_back")
 
     def __init__(
         self,
@@ -31,11 +33,14 @@ class AutoEntry:
         conversions: tuple[tuple[int, Layout], ...],
         written_back: tuple[int, ...],
         moves: tuple[Moved, ...],
+        is_view: bool,
     ) -> None:
         self.entry = entry
         self.conversions = conversions
         self.written_back = written_back
         self.moves = moves
+        #: Whether the results alias the first input.
+        self.is_view = is_view
 
 
 def issue_converted(
@@ -47,12 +52,21 @@ def issue_converted(
     location: int,
     draw_seed: Callable[[], int],
 ) -> Any:
-    """Issue a call on converted inputs and return what the user gets; what it wrote to is the tensor given."""
+    """Issue a call on converted inputs and return what the user gets.
+
+    What it wrote to is the tensor given; views of a converted copy are linked to the tensor given.
+    """
+    if found.entry.func is aten.as_strided.default:
+        _refuse_part_of_storage(given[0])
     tensors = list(given)
     for index, layout in found.conversions:
         tensors[index] = converted(cls, tensors[index], layout, location)
     result = issue(cls, found.entry, graph, tensors, location, draw_seed)
     log.add(found.moves, location, "auto")
+    if found.is_view:
+        from dtorch.linked import link_results  # a subclass of the tensor, whose dispatch issues views
+
+        return link_results(result, given[0], tensors[0], op_of(found.entry.func).name)
     if not found.written_back:
         return result
     targets = {}
@@ -103,3 +117,12 @@ def copy_into(cls: type[torch.Tensor], target: Any, source: Any, location: int) 
         )
         entry = graph.entries[key] = make_entry(graph.session, plan, aten.copy_.default, 2)
     issue(cls, entry, graph, (target, source), location)
+
+
+def _refuse_part_of_storage(tensor: torch.Tensor) -> None:
+    """``as_strided`` counts in the memory of the base, and a converted copy has only the tensor."""
+    if tensor.is_inference() or tensor._is_view():
+        raise PlacementError(
+            "as_strided of a view of a tensor that is cut cannot be computed: a copy on other devices has not the same "
+            "memory around it; write as_strided on the base, or index it"
+        )

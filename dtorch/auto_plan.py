@@ -131,14 +131,22 @@ def moved(call: Call, conversions: Sequence[tuple[int, Layout]], suffix: str = "
     found = []
     for index, layout in conversions:
         spec = call.inputs[index]
-        itemsize_bytes = spec.dtype.itemsize
-        if not _cost(spec, layout):
+        num_bytes = moved_bytes(spec, layout)
+        if not num_bytes:
             continue
-        steps = plan_redistribute(spec.shape, spec.layout, layout, itemsize_bytes=itemsize_bytes)
-        num_bytes = sum(sum(step.bytes_by_link(itemsize_bytes).values()) for step in steps)
         name = names[index] + suffix
         found.append(Moved(call.op.name, name, spec.layout.placements, layout.placements, num_bytes))
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def moved_bytes(spec: Spec, layout: Layout) -> int:
+    """Bytes that cross from one device to another when a tensor is brought to ``layout``, all devices together."""
+    itemsize_bytes = spec.dtype.itemsize
+    if spec.layout == layout or not _cost(spec, layout):
+        return 0
+    steps = plan_redistribute(spec.shape, spec.layout, layout, itemsize_bytes=itemsize_bytes)
+    return sum(sum(step.bytes_by_link(itemsize_bytes).values()) for step in steps)
 
 
 def _converted(call: Call, conversions: Sequence[tuple[int, Layout]]) -> list[Spec]:
@@ -180,6 +188,8 @@ def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
         plan = propagate(call.op.func, changed.args, changed.kwargs)
     except PlacementError:
         return None
+    if call.op.is_view and plan.conversions:
+        return None  # the result must be a view of the one copy that is kept equal to the tensor
     back = tuple(index for index, _ in conversions if index in plan.mutates)
     cost = _total_cost(call.inputs, layouts, back)
     cost += sum(_cost(changed.inputs[index], layout) for index, layout in plan.conversions)

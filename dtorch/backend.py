@@ -14,9 +14,10 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from dtorch import autocast, engine, random, recurrent
-from dtorch.dispatch import KEPT_WHOLE, dispatch
+from dtorch.dispatch import KEPT_WHOLE, LinkedArgument, dispatch
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
+from dtorch.linked import dispatch_linked
 from dtorch.tensors import Tensor
 
 aten = torch.ops.aten
@@ -97,7 +98,10 @@ def _whole(func: Any) -> Any:
             if differentiable is not None:
                 return differentiable(*_positional(func, args, kwargs))
             return func._op_dk(_COMPOSITE, *args, **kwargs)
-        return dispatch(Tensor, func, (), args, kwargs)
+        try:
+            return dispatch(Tensor, func, (), args, kwargs)
+        except LinkedArgument:
+            return dispatch_linked(Tensor, func, (), args, kwargs)
 
     return call
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,16 +11,16 @@ import torch
 
 from dtorch import auto
 from dtorch.auto_issue import AutoEntry, issue_converted
-from dtorch.auto_plan import plan_cheapest
+from dtorch.entries import entry_of
 from dtorch.future import TensorFuture
-from dtorch.graph import FREE_BATCH, Graph, Handle, is_default_mesh
+from dtorch.graph import FREE_BATCH, Graph, Handle
 from dtorch.issue import DEVICE, Entry, issue, make_entry, upload
 from dtorch.location import capture, known
-from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.propagate import propagate
 from dtorch.random import seed_source
-from dtorch.spec import Spec, intern_spec
-from dtorch_runtime.errors import MixedTensorError, PlacementError
+from dtorch.rules.call import op_of
+from dtorch.spec import Spec
+from dtorch_runtime.errors import MixedTensorError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, Replicate
 
@@ -31,8 +30,6 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 _NONE = type(None)
 #: Constants whose equality is that of what an op does with them, given their type.
 _PLAIN = frozenset((int, bool, str, _NONE, torch.dtype, torch.device, torch.layout, torch.memory_format))
-#: The cache is emptied when it has grown to this: a decode loop makes new shapes at every token.
-_MAX_ENTRIES = 100_000
 
 #: Calls that are no op of the cluster, or more than one: they come here before propagation.
 Special = Callable[[type[torch.Tensor], Any, tuple[Any, ...], dict[str, Any], int], Any]
@@ -118,10 +115,19 @@ def _add_to_key(cls: type[torch.Tensor], value: Any, key: list[Any], tensors: li
             _add_to_key(cls, item, key, tensors)
     elif kind is torch.Generator:
         key.append(kind)  # which one decides about the seeds, not about the op
-    else:
+    elif kind in _PLAIN or (kind is float and value == value and value):
         key.append(kind)
+        key.append(value)
+    elif issubclass(kind, cls):
+        raise LinkedArgument
+    else:
         # 0.0 equals -0.0 but means something else, and nan does not equal itself.
-        key.append(value if kind in _PLAIN or (kind is float and value == value and value) else repr(value))
+        key.append(kind)
+        key.append(repr(value))
+
+
+class LinkedArgument(Exception):
+    """A call that did not come through torch has a linked view among its arguments."""
 
 
 def _issue_entry(
@@ -136,6 +142,8 @@ def _issue_entry(
     if entry.default_dtype is not None and entry.default_dtype is not torch.get_default_dtype():
         func, args, kwargs = call
         return _dispatch_slowly(cls, func, args, kwargs, (key, tensors, graph), location)
+    if entry.plan.mutates:
+        auto.note_write()
     if entry.plan.num_seeds:
         return issue(cls, entry, graph, tensors, location, seed_source(_generator_in(*call[1:])))
     return issue(cls, entry, graph, tensors, location)
@@ -184,102 +192,13 @@ def _dispatch_slowly(
         args, kwargs = _bring_in(cls, func, args, kwargs, graph, tensors, location)
         return dispatch(cls, func, (), args, kwargs)
     log = auto.current()
-    entry = _entry_of(cls, func, args, kwargs, tensors, key, graph, log is not None)
+    entry = entry_of(cls, func, args, kwargs, tensors, key, graph, log is not None)
     seeds = seed_source(_generator_in(args, kwargs))
+    if op_of(func).writes:
+        auto.note_write()
     if log is not None and type(entry) is AutoEntry:
         return issue_converted(cls, entry, log, graph, tensors, location, seeds)
     return issue(cls, entry, graph, tensors, location, seeds)
-
-
-def _entry_of(
-    cls: type[torch.Tensor],
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Any],
-    key: tuple[Any, ...],
-    graph: Graph,
-    converts: bool,
-) -> Any:
-    """The entry of a call that has none: planned strictly, or else, when ``converts``, on converted inputs."""
-    auto_key = ("auto", key, torch.get_default_dtype())
-    if converts and (found := graph.entries.get(auto_key)) is not None:
-        return found
-    refused: PlacementError | None = None
-    try:
-        plan = _plan(cls, func, args, kwargs, tensors)
-    except PlacementError as error:
-        if not converts:
-            raise
-        refused = error
-    if len(graph.entries) >= _MAX_ENTRIES:
-        graph.entries.clear()
-    if refused is not None:
-        entry: Any = _auto_entry(cls, func, args, kwargs, tensors, graph, refused)
-        graph.entries[auto_key] = entry
-    else:
-        dependence = _dtype_dependence(plan, tensors)
-        entry = graph.entries[key] = make_entry(graph.session, plan, func, len(tensors), dependence)
-    return entry
-
-
-def _plan(
-    cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
-) -> OpPlan:
-    given = [tensor._spec for tensor in tensors]
-    moves = _moves_to_one_mesh(given)
-    if moves:
-        specs = list(given)
-        for index, layout in moves:
-            specs[index] = intern_spec(specs[index].shape, specs[index].dtype, layout)
-        plan = _propagate(cls, func, args, kwargs, specs)
-        if not any(index in plan.mutates for index, _ in moves):
-            return dataclasses.replace(plan, conversions=(*moves, *plan.conversions))
-    return _propagate(cls, func, args, kwargs, given)
-
-
-def _auto_entry(
-    cls: type[torch.Tensor],
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Any],
-    graph: Graph,
-    refused: PlacementError,
-) -> AutoEntry:
-    """The cheapest way to run a call that was refused, when the scope allows to move its inputs."""
-    specs = [tensor._spec for tensor in tensors]
-    moves = dict(_moves_to_one_mesh(specs))
-    for index, layout in moves.items():
-        specs[index] = intern_spec(specs[index].shape, specs[index].dtype, layout)
-    remaining = iter(specs)
-    args, kwargs = _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining)
-    found = plan_cheapest(func, args, kwargs, refused)
-    if any(index in found.plan.mutates for index in moves):
-        raise refused
-    entry = make_entry(graph.session, found.plan, func, len(tensors))
-    conversions = (moves | dict(found.conversions)).items()
-    return AutoEntry(entry, tuple(conversions), found.written_back, found.moves)
-
-
-def _propagate(
-    cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]
-) -> OpPlan:
-    remaining = iter(specs)
-    return propagate(func, _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining))
-
-
-def _moves_to_one_mesh(specs: list[Spec]) -> tuple[tuple[int, Layout], ...]:
-    """Which inputs follow the others to their mesh: those on the default mesh, which nobody named.
-
-    Model code makes masks and positions with ``torch.arange(..., device=x.device)``, which knows no mesh.
-    """
-    meshes = {spec.layout.mesh for spec in specs}
-    named = [mesh for mesh in meshes if not is_default_mesh(mesh)]
-    if len(meshes) < 2 or len(named) != 1:
-        return ()
-    layout = Layout(named[0], (Replicate(),) * named[0].ndim)
-    return tuple((index, layout) for index, spec in enumerate(specs) if is_default_mesh(spec.layout.mesh))
 
 
 def make(
@@ -310,30 +229,6 @@ def make(
         plan = propagate(func, args, kwargs, default_layout=layout)
         entry = graph.entries[tuple(key)] = make_entry(graph.session, plan, func, 0)
     return issue(cls, entry, graph, (), location, seed_source(_generator_in(args, kwargs)))
-
-
-def _to_specs(cls: type[torch.Tensor], value: Any, specs: Iterator[Spec]) -> Any:
-    """The arguments with each tensor replaced by the next of ``specs``."""
-    kind = type(value)
-    if kind is cls:
-        return next(specs)
-    if kind is list or kind is tuple:
-        return kind(_to_specs(cls, item, specs) for item in value)
-    if kind is dict:
-        return {name: _to_specs(cls, item, specs) for name, item in value.items()}
-    return value
-
-
-def _dtype_dependence(plan: OpPlan, tensors: list[Any]) -> torch.dtype | None:
-    """The default dtype, when results of this plan have it because no input is a floating point one."""
-    if any(_is_inexact(tensor._spec) for tensor in tensors):
-        return None
-    is_inexact = any(_is_inexact(output.spec) for output in plan.outputs if isinstance(output, NewOutput))
-    return torch.get_default_dtype() if is_inexact else None
-
-
-def _is_inexact(spec: Spec) -> bool:
-    return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
 # ---- plain tensors among the arguments ----

@@ -81,6 +81,8 @@ class Op:
         self.is_inplace_view = torch.Tag.inplace_view in tags
         self.is_dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         self.has_generator = "generator" in self.position
+        #: Whether the results are other looks at the memory of the first tensor.
+        self.is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
         self.is_inplace = bool(self.writes) and self.writes[0] == self.parameters[0].name
 
     def __repr__(self) -> str:

@@ -1,0 +1,140 @@
+"""A call that the cache does not have: planned, made ready for its session, and put there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dtorch.auto_issue import AutoEntry
+from dtorch.auto_plan import plan_cheapest
+from dtorch.graph import Graph, is_default_mesh
+from dtorch.issue import make_entry
+from dtorch.op_plan import NewOutput, OpPlan
+from dtorch.propagate import propagate
+from dtorch.rules.call import op_of
+from dtorch.spec import Spec, intern_spec
+from dtorch_runtime.errors import PlacementError
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.placement import Replicate
+
+#: The cache is emptied when it has grown to this: a decode loop makes new shapes at every token.
+_MAX_ENTRIES = 100_000
+
+
+def entry_of(
+    cls: type[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Any],
+    key: tuple[Any, ...],
+    graph: Graph,
+    converts: bool,
+) -> Any:
+    """The entry of a call that has none: planned strictly, or else, when ``converts``, on converted inputs."""
+    auto_key = ("auto", key, torch.get_default_dtype())
+    if converts and (found := graph.entries.get(auto_key)) is not None:
+        return found
+    refused: PlacementError | None = None
+    try:
+        plan = _plan(cls, func, args, kwargs, tensors)
+    except PlacementError as error:
+        if not converts:
+            raise
+        refused = error
+    if len(graph.entries) >= _MAX_ENTRIES:
+        graph.entries.clear()
+    if refused is not None:
+        entry: Any = _auto_entry(cls, func, args, kwargs, tensors, graph, refused)
+        graph.entries[auto_key] = entry
+    else:
+        dependence = _dtype_dependence(plan, tensors)
+        entry = graph.entries[key] = make_entry(graph.session, plan, func, len(tensors), dependence)
+    return entry
+
+
+def _plan(
+    cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+) -> OpPlan:
+    given = [tensor._spec for tensor in tensors]
+    moves = _moves_to_one_mesh(given)
+    if moves:
+        specs = list(given)
+        for index, layout in moves:
+            specs[index] = intern_spec(specs[index].shape, specs[index].dtype, layout)
+        plan = _propagate(cls, func, args, kwargs, specs)
+        if not any(index in plan.mutates for index, _ in moves):
+            return dataclasses.replace(plan, conversions=(*moves, *plan.conversions))
+    return _propagate(cls, func, args, kwargs, given)
+
+
+def _auto_entry(
+    cls: type[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Any],
+    graph: Graph,
+    refused: PlacementError,
+) -> AutoEntry:
+    """The cheapest way to run a call that was refused, when the scope allows to move its inputs."""
+    specs = [tensor._spec for tensor in tensors]
+    moves = dict(_moves_to_one_mesh(specs))
+    for index, layout in moves.items():
+        specs[index] = intern_spec(specs[index].shape, specs[index].dtype, layout)
+    remaining = iter(specs)
+    args, kwargs = _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining)
+    found = plan_cheapest(func, args, kwargs, refused)
+    if any(index in found.plan.mutates for index in moves):
+        raise refused
+    entry = make_entry(graph.session, found.plan, func, len(tensors))
+    conversions = (moves | dict(found.conversions)).items()
+    is_view = op_of(func).is_view and bool(found.conversions)
+    return AutoEntry(entry, tuple(conversions), found.written_back, found.moves, is_view)
+
+
+def _propagate(
+    cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]
+) -> OpPlan:
+    remaining = iter(specs)
+    return propagate(func, _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining))
+
+
+def _moves_to_one_mesh(specs: list[Spec]) -> tuple[tuple[int, Layout], ...]:
+    """Which inputs follow the others to their mesh: those on the default mesh, which nobody named.
+
+    Model code makes masks and positions with ``torch.arange(..., device=x.device)``, which knows no mesh.
+    """
+    meshes = {spec.layout.mesh for spec in specs}
+    named = [mesh for mesh in meshes if not is_default_mesh(mesh)]
+    if len(meshes) < 2 or len(named) != 1:
+        return ()
+    layout = Layout(named[0], (Replicate(),) * named[0].ndim)
+    return tuple((index, layout) for index, spec in enumerate(specs) if is_default_mesh(spec.layout.mesh))
+
+
+def _to_specs(cls: type[torch.Tensor], value: Any, specs: Iterator[Spec]) -> Any:
+    """The arguments with each tensor replaced by the next of ``specs``."""
+    kind = type(value)
+    if kind is cls:
+        return next(specs)
+    if kind is list or kind is tuple:
+        return kind(_to_specs(cls, item, specs) for item in value)
+    if kind is dict:
+        return {name: _to_specs(cls, item, specs) for name, item in value.items()}
+    return value
+
+
+def _dtype_dependence(plan: OpPlan, tensors: list[Any]) -> torch.dtype | None:
+    """The default dtype, when results of this plan have it because no input is a floating point one."""
+    if any(_is_inexact(tensor._spec) for tensor in tensors):
+        return None
+    is_inexact = any(_is_inexact(output.spec) for output in plan.outputs if isinstance(output, NewOutput))
+    return torch.get_default_dtype() if is_inexact else None
+
+
+def _is_inexact(spec: Spec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex

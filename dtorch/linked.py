@@ -1,0 +1,240 @@
+"""Views that cannot alias what they are of, because their part of it is on other devices.
+
+Inside ``auto_redistribute()`` a view of a cut dim is made of a converted copy. The copy is a *mirror* of the tensor:
+views that are made of it alias it on the workers, as any views do. What keeps both sides equal:
+
+* before a linked view is used, the mirror is refreshed when something has been written since;
+* after a write through a linked view, the mirror is brought back into the tensor, so that all its aliases see it.
+
+Torch counts writes for us: a view shares its version counter with its base and with all other views of it. Tensors of
+``torch.inference_mode()`` have no such counter; for them every write of the program counts.
+
+A linked view is of a class of its own, so that ops with one come to ``dispatch_linked``; other ops never know.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtorch import auto
+from dtorch.auto import Moved
+from dtorch.auto_issue import converted, copy_into
+from dtorch.auto_plan import moved_bytes
+from dtorch.dispatch import SPECIAL, dispatch, is_composite
+from dtorch.graph import Handle
+from dtorch.issue import DEVICE
+from dtorch.location import capture
+from dtorch.rules.call import Op, op_of
+from dtorch.spec import Spec
+from dtorch.tensors import Tensor
+from dtorch_runtime.errors import PlacementError
+
+aten = torch.ops.aten
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class Mirror:
+    """A converted copy of ``base``, which views alias in its place.
+
+    Attributes:
+        base, copy: symbols of their own for the two values, so that nobody's history is kept alive.
+        outer: the mirror that ``base`` aliases, when it is a linked view itself.
+        seen: the stamp (see ``stamp``) up to which the copy is equal to the base.
+        name: the op that made the view, for the list of redistributions.
+    """
+
+    __slots__ = ("base", "copy", "name", "outer", "seen")
+
+    def __init__(self, base: Any, copy: Any, seen: int, name: str) -> None:
+        self.base = base
+        self.copy = copy
+        self.outer: Mirror | None = None
+        self.seen = seen
+        self.name = name
+
+    def refresh(self, now: int) -> None:
+        """Make the copy equal to the base, if something may have been written since."""
+        if self.seen == now:
+            return
+        if self.outer is not None:
+            self.outer.refresh(now)
+        self._copy(self.base, self.copy, "refreshed")
+        self.seen = now
+
+    def push(self, now: int) -> None:
+        """Bring the copy, which was written to, back into the base."""
+        self._copy(self.copy, self.base, "back")
+        self.seen = now
+        if self.outer is not None:
+            self.outer.push(now)
+
+    def _copy(self, source: Any, target: Any, what: str) -> None:
+        spec, layout = source._spec, target._spec.layout
+        location = capture(sys._getframe(1), source._handle.graph.thread_id)
+        copy_into(Tensor, target, converted(Tensor, source, layout, location), location)
+        num_bytes = moved_bytes(spec, layout)
+        if num_bytes:
+            move = Moved(self.name, f"self ({what})", spec.layout.placements, layout.placements, num_bytes)
+            auto.log_auto([move], location)
+
+
+def stamp(tensor: torch.Tensor) -> int:
+    """A number that is another one after every write to what ``tensor`` is a view of."""
+    return auto.last_write() if tensor.is_inference() else tensor._version
+
+
+def link(spec: Spec, handle: Handle, mirror: Mirror) -> LinkedTensor:
+    """The symbol of a view of a mirror."""
+    symbol: Any = _make_wrapper(
+        LinkedTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE
+    )
+    symbol._spec = spec
+    symbol._value = handle
+    symbol._mirror = mirror
+    return symbol  # type: ignore[no-any-return]  # made above
+
+
+def link_results(result: Any, base: Any, copy: Any, name: str) -> Any:
+    """The views that an op made of ``copy``, a converted copy of ``base``, as views of ``base``."""
+    mirror = Mirror(plain_symbol(base), copy, stamp(base), name)
+    if isinstance(result, list | tuple):
+        return type(result)(link(item._spec, item._handle, mirror) for item in result)
+    return link(result._spec, result._handle, mirror)
+
+
+def dispatch_linked(
+    cls: type[torch.Tensor],
+    func: Any,
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """``LinkedTensor.__torch_dispatch__``: as ``dispatch``, and keeps bases equal to their views.
+
+    Raises:
+        PlacementError: as ``dispatch``, or the call writes to linked views in a way that cannot be made right.
+    """
+    kwargs = kwargs or {}
+    if is_composite(func) and func not in SPECIAL:
+        return func.decompose(*args, **kwargs)
+    op = op_of(func)
+    _refuse_storage_tricks(op)
+    written = _written(op, args, kwargs)
+    targets = [tensor for tensor in written if type(tensor) is LinkedTensor]
+    if targets and len(written) > 1:
+        _check_independent(op, written)
+    twins: dict[int, tuple[Any, Any]] = {}
+    plain_args, plain_kwargs = _with_twins(args, twins), _with_twins(kwargs, twins)
+    result = dispatch(Tensor, func, types, plain_args, plain_kwargs)
+    for mirror, target in {id(target._mirror): (target._mirror, target) for target in targets}.values():
+        mirror.push(stamp(target))
+    originals = {id(twin): linked for linked, twin in twins.values()}
+    if op.is_view and type(args[0]) is LinkedTensor:
+        return _mapped(result, lambda item: _relinked(item, args[0]))
+    return _mapped(result, lambda item: originals.get(id(item), item))
+
+
+def _relinked(item: Any, source: LinkedTensor) -> Any:
+    """A view of a linked view: of the same mirror, or of one whose base is that view."""
+    if type(item) is not LinkedTensor:
+        return link(item._spec, item._handle, source._mirror)
+    item._mirror.outer = source._mirror
+    item._mirror.seen = stamp(source)
+    return item
+
+
+def _mapped(result: Any, function: Any) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(_mapped(item, function) for item in result)
+    return function(result) if isinstance(result, Tensor) else result
+
+
+def _with_twins(value: Any, twins: dict[int, tuple[Any, Any]]) -> Any:
+    """The arguments with a plain symbol, of the value as it is now, for each linked view."""
+    kind = type(value)
+    if kind is LinkedTensor:
+        found = twins.get(id(value))
+        if found is None:
+            found = twins[id(value)] = (value, plain_symbol(value))
+        return found[1]
+    if kind is list or kind is tuple:
+        return kind(_with_twins(item, twins) for item in value)
+    if kind is dict:
+        return {name: _with_twins(item, twins) for name, item in value.items()}
+    return value
+
+
+def plain_symbol(tensor: Any) -> Tensor:
+    """Another symbol, without history, for the same value."""
+    spec = tensor._spec
+    symbol: Any = _make_wrapper(Tensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE)
+    symbol._spec = spec
+    symbol._handle = tensor._handle
+    return symbol  # type: ignore[no-any-return]  # made above
+
+
+def _written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for name in op.writes:
+        position = op.position[name]
+        value = args[position] if position < len(args) else kwargs.get(name)
+        found.extend(value if isinstance(value, list | tuple) else [value])
+    return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+def _check_independent(op: Op, written: Sequence[Any]) -> None:
+    """A mirror is brought back as a whole: an op that also writes to its base in another way would be undone."""
+    for position, one in enumerate(written):
+        for other in written[position + 1 :]:
+            mirrors = {getattr(tensor, "_mirror", None) for tensor in (one, other)}
+            if mirrors == {None} or len(mirrors) == 1:
+                continue
+            if one.is_inference() or other.is_inference() or _root(one) is _root(other):
+                raise PlacementError(
+                    f"{op} writes to several views of one tensor, which auto_redistribute() made on other devices; "
+                    f"write to them one after the other"
+                )
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
+
+
+_STORAGE_TRICKS = frozenset({"aten::as_strided", "aten::as_strided_", "aten::set_", "aten::resize_"})
+
+
+def _refuse_storage_tricks(op: Op) -> None:
+    if op.base in _STORAGE_TRICKS:
+        raise PlacementError(
+            f"{op} cannot run on a view that auto_redistribute() made of a tensor on other devices: it has no memory "
+            f"in common with it; write x.clone() first, or index the tensor itself"
+        )
+
+
+class LinkedTensor(Tensor):
+    """A view whose base is elsewhere. Users see a ``Tensor``."""
+
+    __slots__ = ("_mirror", "_value")
+
+    __torch_dispatch__ = classmethod(dispatch_linked)
+
+    _mirror: Mirror
+    #: The view of the mirror's copy.
+    _value: Handle
+
+    @property
+    def _handle(self) -> Handle:
+        self._mirror.refresh(stamp(self))
+        return self._value
+
+    @_handle.setter
+    def _handle(self, handle: Handle) -> None:
+        raise PlacementError(
+            "x.data of a view that auto_redistribute() made cannot be assigned: its base is held by other devices; "
+            "write x = x.clone() first, or x.copy_(value) to write to the base"
+        )
