@@ -23,6 +23,8 @@ from tests.support.leaks import RUN_MARKER, end_stray_processes
 
 #: Silence of a child after which it is ended, in seconds: longer than its own longest waits.
 _SILENCE_S = 4 * WAIT_TIMEOUT_S
+#: Longest time until a child has loaded the database and has a cluster, in seconds.
+_START_S = 300.0
 _END_S = 15.0
 
 
@@ -117,6 +119,7 @@ class _Job(threading.Thread):
     def _check(self, result: Result) -> None:
         if self._child is None:
             self._child = _Child(self._run, self._marker)
+            self._child.read_line(_START_S)
         self._child.ask(result.entry)
         while True:
             line = self._child.read_line(_SILENCE_S)

@@ -141,20 +141,21 @@ def _fresh_constant(value: Any) -> Any:
 
 
 def samples(entry: Any, run: Run) -> list[Sample]:
-    """The first samples of an entry, the same in every run."""
+    """The first samples of an entry, the same in every run; fewer where making the next one fails at these sizes."""
     torch.manual_seed(_SAMPLE_SEED)
     random.seed(_SAMPLE_SEED)
-    wants_grad = run.dtype == "float32"
+    made: list[Sample] = []
     with warnings.catch_warnings(), sizes(run):
         warnings.simplefilter("ignore")
-        found = itertools.islice(
-            entry.sample_inputs("cpu", run.torch_dtype, requires_grad=wants_grad), run.num_samples
-        )
-        made = []
-        for sample in found:
+        found = iter(entry.sample_inputs("cpu", run.torch_dtype, requires_grad=run.dtype == "float32"))
+        while len(made) < run.num_samples:
+            try:
+                sample = next(found)
+            except (StopIteration, RuntimeError, IndexError):
+                break
             leaves, spec = pytree.tree_flatten(([sample.input, *sample.args], sample.kwargs))
             made.append(Sample(leaves, spec))
-        return made
+    return made
 
 
 def choices(tensor: torch.Tensor, run: Run) -> list[Placements]:
