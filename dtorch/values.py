@@ -11,10 +11,11 @@ import torch
 from dtorch.session import LocalPiece
 from dtorch.spec import Spec
 from dtorch_runtime.errors import InternalError
+from dtorch_runtime.ir.exchange import Part, Step
 from dtorch_runtime.ir.layout import Box, Layout, device_box
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import ReduceOp, Replicate
-from dtorch_runtime.ir.transfer import Part, Step, plan_redistribute
+from dtorch_runtime.ir.transfer import plan_redistribute
 from dtorch_runtime.worker.blobs import dtype_of, memory_of
 
 
@@ -54,7 +55,8 @@ def plan_gathering(spec: Spec) -> Gathering:
     if layout.is_replicated:
         return Gathering((goal,), (), goal)
     alone = Layout(DeviceMesh(layout.mesh.device_type, [goal]), (Replicate(),))
-    steps = plan_redistribute(spec.shape, layout, alone, itemsize_bytes=spec.dtype.itemsize)
+    # All pieces come here first: more steps would save no bytes.
+    steps = plan_redistribute(spec.shape, layout, alone, itemsize_bytes=0)
     if not steps:
         return Gathering((goal,), (), goal)
     sources = {s.device for part in steps[0].parts.values() for piece in part.pieces for s in piece.sources}

@@ -1,101 +1,32 @@
-"""How a tensor gets from one layout to another: a pure plan of boxes to copy and to reduce.
+"""How a tensor gets from one layout to another: a pure plan, the cheapest sequence of exchanges.
 
-A plan is a tuple of ``Step``. In a step each destination device assembles its new local piece from boxes of
-the local pieces of source devices; boxes that several partial terms contribute to are reduced, in the order
-given, so that every rank computes the same bits. A copy is a reduction of one term, so all-gather,
-all-to-all, reduce-scatter, all-reduce, broadcast and point-to-point transfers are the same plan with other
-boxes, on any mesh, with uneven and empty pieces included.
+A tensor without partial terms gets anywhere in one exchange, in which each device receives what it lacks and nothing
+else. Terms can be reduced at once, each device for itself, which is one step; or in two, each device a share of the
+result, which is then gathered: reduce-scatter and all-gather (Rabenseifner 2004, "Optimization of collective reduction
+operations"). A piece that many devices want and few have can likewise be scattered and then gathered (van de Geijn
+1994, "On global combine operations"). The shares are boxes, not placements: any mesh and any layout have them.
 
-All-reduce of large tensors over more than two ranks is planned as reduce-scatter then all-gather
-(Rabenseifner 2004, "Optimization of collective reduction operations").
+The ops of partial axes do not commute, and inner axes are reduced first: the maximum of sums is not the sum of maxima.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
-from dtorch_runtime.ir.layout import Box, Layout, box_shape, intersect, local_box, num_elements, relative
-from dtorch_runtime.ir.placement import Partial, Placement, ReduceOp, Replicate, Shard
+from dtorch_runtime.ir.exchange import Axes, Holding, Step, busiest_bytes, exchange, spread_inner
+from dtorch_runtime.ir.layout import Layout, all_boxes
+from dtorch_runtime.ir.placement import Partial, ReduceOp
 
-#: From this size on, an all-reduce among three or more ranks is split in two steps.
-TWO_STEP_REDUCE_BYTES = 512 * 1024
+#: What a step costs beside its bytes, in bytes of the busiest device: a few large steps beat many small ones.
+STEP_COST_BYTES = 512 * 1024
 
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One term: a box of the local piece of ``device``, in that piece's coordinates."""
-
-    device: int
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of the destination's new local piece, and the terms that are reduced into it."""
-
-    box: Box
-    sources: tuple[Source, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one destination device assembles: the shape of its new piece, and the boxes that fill it.
-
-    ``fill`` is the value of elements that no piece covers (only where a replicated value becomes partial).
-    """
-
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    fill: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """What one source device gives away: its ``box`` is term ``source_index`` of a piece of ``device``."""
-
-    device: int
-    piece_index: int
-    source_index: int
-    box: Box
-
-
-@dataclass(frozen=True)
-class Step:
-    """One exchange. ``parts`` is keyed by destination device; ``sends`` by source device, others only."""
-
-    reduce: ReduceOp | None
-    parts: Mapping[int, Part]
-    sends: Mapping[int, tuple[Send, ...]] = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        sends: dict[int, list[Send]] = defaultdict(list)
-        for device, part in self.parts.items():
-            for piece_index, piece in enumerate(part.pieces):
-                for source_index, source in enumerate(piece.sources):
-                    if source.device != device:
-                        sends[source.device].append(Send(device, piece_index, source_index, source.box))
-        object.__setattr__(self, "sends", {device: tuple(items) for device, items in sends.items()})
-
-    @property
-    def is_local(self) -> bool:
-        """Whether no device needs anything from another."""
-        return not self.sends
-
-    @property
-    def devices(self) -> frozenset[int]:
-        """Every device that takes part."""
-        return frozenset(self.parts) | frozenset(self.sends)
-
-    def bytes_by_link(self, itemsize_bytes: int) -> dict[tuple[int, int], int]:
-        """Bytes that cross from one device to another, keyed by (source, destination)."""
-        links: dict[tuple[int, int], int] = defaultdict(int)
-        for source, sends in self.sends.items():
-            for send in sends:
-                links[source, send.device] += num_elements(box_shape(send.box)) * itemsize_bytes
-        return dict(links)
+_Steps: TypeAlias = tuple[Step, ...]
+#: Neighbouring partial axes of the same op.
+_Group: TypeAlias = tuple[ReduceOp, tuple[int, ...]]
 
 
 def plan_redistribute(
@@ -110,161 +41,160 @@ def plan_redistribute(
 
     Args:
         shape: the global shape.
-        itemsize_bytes: size of one element; decides between one and two steps for an all-reduce.
+        itemsize_bytes: size of one element, which decides between few steps and few bytes; 0 asks for few steps.
         node_of: the node of each device; a copy on the own node is preferred where there is a choice.
 
     Every device of the two meshes can take its own part from the plan; all of them compute the same plan.
     """
-    shape = tuple(shape)
-    nodes = node_of or {}
-    same_mesh = source.mesh.devices == target.mesh.devices and source.mesh.shape == target.mesh.shape
-    kept = _kept_partial(source, target) if same_mesh else frozenset()
-    whole_target = _without_new_partial(target, kept)
-    steps: list[Step] = []
-    current = source
-    groups = _reduction_groups(source, kept)
-    for index, (op, axes) in enumerate(groups):
-        last = index == len(groups) - 1
-        resolved = _replace(current, dict.fromkeys(axes, Replicate()))
-        goal = whole_target if last else resolved
-        if last and same_mesh:
-            goal_after_scatter = _scatter_layout(shape, current, whole_target, axes, itemsize_bytes)
-            if goal_after_scatter is not None:
-                steps.append(_exchange(shape, current, goal_after_scatter, op, axes, nodes))
-                current = goal_after_scatter
-                continue
-        steps.append(_exchange(shape, current, goal, op, axes, nodes))
-        current = goal
-    if current != whole_target or not (same_mesh or steps):
-        steps.append(_exchange(shape, current, whole_target, None, (), nodes))
-    if whole_target != target:
-        steps.append(_spread_partial(shape, whole_target, target))
-    return tuple(steps)
+    return _Planner(tuple(shape), source, target, itemsize_bytes, node_of or {}).plan()
 
 
-def _kept_partial(source: Layout, target: Layout) -> frozenset[int]:
-    """Partial axes of both that stay as they are.
+def cost_bytes(steps: Sequence[Step], itemsize_bytes: int) -> int:
+    """What a plan costs: bytes through the busiest device, in or out, and the price of each step that moves any."""
+    return sum(
+        max(busiest_bytes(step, itemsize_bytes)) + (0 if step.is_local else STEP_COST_BYTES) for step in steps
+    )
 
-    Inner axes are reduced first: the maximum of sums is not the sum of maxima. So an axis stays partial only while
-    every axis before it that is made or resolved here has the same op.
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Steps so far, and who holds what after them, on the mesh of the source."""
+
+    steps: _Steps
+    holding: Holding
+
+
+class _Planner:
+    """Plans one redistribution.
+
+    Attributes:
+        kept: the outer partial axes of source and target that stay as they are.
+        reduced: the groups of partial axes of the source inside of these.
+        made: the groups of the target inside of these.
     """
-    kept = set()
-    changing: set[ReduceOp] = set()
-    for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
-        if isinstance(old, Partial) and old == new and changing <= {old.op}:
-            kept.add(axis)
-        else:
-            changing |= {p.op for p in (old, new) if isinstance(p, Partial)}
-    return frozenset(kept)
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        source: Layout,
+        target: Layout,
+        itemsize_bytes: int,
+        node_of: Mapping[int, str],
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._held = Holding(source.mesh, tuple(all_boxes(shape, source)))
+        self._goal = Holding(target.mesh, tuple(all_boxes(shape, target)))
+        self._itemsize_bytes = itemsize_bytes
+        #: No device sends or receives more in one step.
+        self._most_bytes = math.prod(shape) * itemsize_bytes * max(source.mesh.size(), target.mesh.size())
+        self._node_of = node_of
+        self._reduced = _groups(source)
+        self._made = _groups(target)
+        self._kept = self._take_kept()
+
+    def _take_kept(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        kept: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        # The innermost group of the source is left to be exchanged term by term.
+        while len(self._reduced) > 1 and self._made and self._is_same(self._reduced[0], self._made[0]):
+            (_, old), (_, new) = self._reduced.pop(0), self._made.pop(0)
+            kept = (kept[0] + old, kept[1] + new)
+        return kept
+
+    def _is_same(self, old: _Group, new: _Group) -> bool:
+        return old == new and _sizes(self._source, old[1]) == _sizes(self._target, new[1])
+
+    def plan(self) -> _Steps:
+        if (self._held, self._source.placements) == (self._goal, self._target.placements):
+            return ()
+        begun = [_Begun((), self._held)]
+        while len(self._reduced) > 1:
+            group = self._reduced.pop()
+            begun = [after for before in begun for after in self._reduce_inner(before, group)]
+        last = self._reduced[0] if self._reduced else None
+        plans = [(*before.steps, *rest) for before in begun for rest in self._finish(before.holding, last)]
+        best = plans[0] if len(plans) == 1 else min(plans, key=self._cost)
+        inner = self._made[1:]
+        return (*best, spread_inner(self._goal, inner)) if inner else best
+
+    def _cost(self, steps: _Steps) -> int:
+        return cost_bytes(steps, self._itemsize_bytes)
+
+    def _reduce_inner(self, begun: _Begun, group: _Group) -> Iterator[_Begun]:
+        """Ways to reduce an inner group on the source's mesh: every device the whole, or each its share."""
+        op, axes = group
+        outer = self._kept[0] + tuple(axis for _, others in self._reduced for axis in others)
+        roles = Axes(kept=(outer, outer), terms=(axes, ()))
+        for goal in (begun.holding, begun.holding.split(outer)):
+            step = exchange(begun.holding, goal, op, roles, self._node_of)
+            yield _Begun((*begun.steps, step), goal)
+
+    def _finish(self, holding: Holding, group: _Group | None) -> Iterator[_Steps]:
+        """Ways from what the source's mesh holds, with one group of terms left, to the goal."""
+        direct = self._move(holding, group)
+        yield direct
+        if self._is_best(direct, group):
+            return
+        op, axes = group or (None, ())
+        kept = self._kept[1]
+        for shares in self._shares_of_goal():
+            step = exchange(holding, shares, op, Axes(self._kept, (axes, ())), self._node_of)
+            yield (step, *self._move(shares, None, (kept, kept)))
+        own = holding.split(self._kept[0])
+        if group is not None and own != shares:
+            step = exchange(holding, own, op, Axes((self._kept[0], self._kept[0]), (axes, ())), self._node_of)
+            yield from ((step, *rest) for rest in self._finish(own, None))
+
+    def _shares_of_goal(self) -> list[Holding]:
+        """The goal, each box shared by all devices that hold it, and shared along the axes that become partial."""
+        shares = [self._goal.split(self._kept[1])]
+        if self._made:
+            _, made = self._made[0]
+            others = [axis for axis in range(self._goal.mesh.ndim) if axis not in made]
+            shares += [self._goal.split(others, dim) for dim in range(len(self._goal.boxes[0]))]
+        return shares
+
+    def _is_best(self, direct: _Steps, group: _Group | None) -> bool:
+        """Whether no other way can be cheaper than the direct one."""
+        if all(step.is_local for step in direct):
+            return True
+        if self._made:
+            return False
+        if self._most_bytes <= STEP_COST_BYTES:
+            return True
+        received, sent = busiest_bytes(direct[-1], self._itemsize_bytes)
+        # Where nothing is reduced, a device receives only what it lacks.
+        return max(received, sent) <= STEP_COST_BYTES or (group is None and sent <= received)
+
+    def _move(
+        self,
+        holding: Holding,
+        group: _Group | None,
+        kept: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> _Steps:
+        """To the goal with as few steps as can be: one, or two where terms of one op become terms of another."""
+        op, axes = group or (None, ())
+        roles = self._kept if kept is None else kept
+        if not self._made or (group is not None and not self._joins(group)):
+            resolved = exchange(holding, self._goal, op, Axes(roles, (axes, ())), self._node_of)
+            if not self._made:
+                return (resolved,)
+            return (resolved, *self._move(self._goal, None, (self._kept[1], self._kept[1])))
+        new_op, new_axes = self._made[0]
+        return (exchange(holding, self._goal, new_op, Axes(roles, (axes, new_axes)), self._node_of),)
+
+    def _joins(self, group: _Group) -> bool:
+        """Whether terms of the source become terms of the target as they are. Averages only one for one."""
+        (op, old), (new_op, new) = group, self._made[0]
+        sizes = math.prod(_sizes(self._source, old)), math.prod(_sizes(self._target, new))
+        return op == new_op and (op != "avg" or sizes[0] == sizes[1])
 
 
-def _without_new_partial(target: Layout, kept: frozenset[int]) -> Layout:
-    new = [axis for axis, p in enumerate(target.placements) if isinstance(p, Partial) and axis not in kept]
-    return _replace(target, dict.fromkeys(new, Replicate()))
+def _groups(layout: Layout) -> list[_Group]:
+    """Partial axes, outermost first, neighbours with the same op together."""
+    axes = [(p.op, axis) for axis, p in enumerate(layout.placements) if isinstance(p, Partial)]
+    return [(op, tuple(axis for _, axis in items)) for op, items in groupby(axes, key=lambda item: item[0])]
 
 
-def _replace(layout: Layout, changes: Mapping[int, Placement]) -> Layout:
-    return Layout(layout.mesh, tuple(changes.get(axis, p) for axis, p in enumerate(layout.placements)))
-
-
-def _reduction_groups(source: Layout, kept: frozenset[int]) -> list[tuple[ReduceOp, tuple[int, ...]]]:
-    """Partial axes to resolve, last axis first, neighbours with the same op together."""
-    axes = [
-        (p.op, axis)
-        for axis, p in enumerate(source.placements)
-        if isinstance(p, Partial) and axis not in kept
-    ]
-    groups = groupby(reversed(axes), key=lambda item: item[0])
-    return [(op, tuple(axis for _, axis in items)) for op, items in groups]
-
-
-def _scatter_layout(
-    shape: tuple[int, ...], current: Layout, goal: Layout, axes: tuple[int, ...], itemsize_bytes: int
-) -> Layout | None:
-    """The sharded layout in the middle of a large all-reduce over one axis, or None when one step is better."""
-    if len(axes) != 1 or not isinstance(goal.placements[axes[0]], Replicate):
-        return None
-    num_ranks = current.mesh.shape[axes[0]]
-    if num_ranks < 3 or num_elements(shape) * itemsize_bytes < TWO_STEP_REDUCE_BYTES:
-        return None
-    taken = {p.dim for p in goal.placements if isinstance(p, Shard)}
-    free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] >= num_ranks]
-    if not free:
-        return None
-    return _replace(goal, {axes[0]: Shard(max(free, key=lambda dim: shape[dim]))})
-
-
-def _exchange(
-    shape: tuple[int, ...],
-    source: Layout,
-    target: Layout,
-    op: ReduceOp | None,
-    reduced: tuple[int, ...],
-    node_of: Mapping[int, str],
-) -> Step:
-    kept = tuple(a for a, p in enumerate(source.placements) if isinstance(p, Partial) and a not in reduced)
-    holders = _holders(shape, source, reduced, kept)
-    parts = {}
-    for rank, device in enumerate(target.mesh.devices):
-        coordinate = target.mesh.coordinate(device)
-        assert coordinate is not None
-        box = local_box(shape, target, coordinate)
-        same_kept = tuple(coordinate[axis] for axis in kept)
-        pieces = []
-        for source_box, terms in holders[same_kept].items():
-            common = intersect(source_box, box)
-            if common is not None:
-                inner = relative(common, source_box)
-                chosen = (_choose(devices, device, rank, node_of) for devices in terms.values())
-                pieces.append(
-                    Piece(relative(common, box), tuple(Source(chosen_, inner) for chosen_ in chosen))
-                )
-        parts[device] = Part(box_shape(box), tuple(pieces))
-    return Step(op, parts)
-
-
-def _holders(
-    shape: tuple[int, ...], source: Layout, reduced: tuple[int, ...], kept: tuple[int, ...]
-) -> dict[tuple[int, ...], dict[Box, dict[tuple[int, ...], list[int]]]]:
-    """Who holds what: kept coordinate -> box of the global tensor -> partial coordinate -> equal devices."""
-    holders: dict[tuple[int, ...], dict[Box, dict[tuple[int, ...], list[int]]]] = {}
-    for device in source.mesh.devices:
-        coordinate = source.mesh.coordinate(device)
-        assert coordinate is not None
-        term = tuple(coordinate[axis] for axis in reduced)
-        same_kept = tuple(coordinate[axis] for axis in kept)
-        boxes = holders.setdefault(same_kept, {})
-        boxes.setdefault(local_box(shape, source, coordinate), {}).setdefault(term, []).append(device)
-    return holders
-
-
-def _choose(devices: Sequence[int], device: int, rank: int, node_of: Mapping[int, str]) -> int:
-    """Which of several devices that hold the same bits gives them: itself, its own node, then in turn."""
-    if device in devices:
-        return device
-    near = [d for d in devices if node_of.get(d) == node_of.get(device)] or devices
-    return near[rank % len(near)]
-
-
-#: What a rank contributes so that the reduction does not change; None: every rank gives the whole value.
-_IDENTITY: dict[str, float | None] = {"sum": 0.0, "prod": 1.0, "avg": None, "max": None, "min": None}
-
-
-def _spread_partial(shape: tuple[int, ...], source: Layout, target: Layout) -> Step:
-    """Replicate -> Partial: rank 0 of the axis keeps the value and the others hold the identity."""
-    parts = {}
-    for device in target.mesh.devices:
-        coordinate = target.mesh.coordinate(device)
-        assert coordinate is not None
-        fills = [
-            _IDENTITY[new.op]
-            for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
-            if isinstance(new, Partial) and old != new and coordinate[axis] != 0
-        ]
-        # Later axes are reduced first, so the identity of the last axis is the one that must reach it.
-        fill = next((value for value in reversed(fills) if value is not None), None)
-        local = box_shape(local_box(shape, target, coordinate))
-        whole = tuple((0, size) for size in local)
-        keep = () if fill is not None else (Piece(whole, (Source(device, whole),)),)
-        parts[device] = Part(local, keep, fill)
-    return Step(None, parts)
+def _sizes(layout: Layout, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(layout.mesh.shape[axis] for axis in axes)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
+from dtorch_runtime.ir.exchange import Part, Source
 from dtorch_runtime.ir.layout import Box, box_shape, relative
-from dtorch_runtime.ir.transfer import Part, Source
 from dtorch_runtime.worker.blobs import Blob, Poison
 
 #: What is cut out of a tensor; None is all of it.
@@ -45,7 +46,7 @@ class Recipe:
         shape: the new local piece.
         pieces: boxes of it that tile it, and the terms that are reduced into each.
         cat_dim: the pieces are whole copies in order along this dim.
-        fill: the value of what no piece covers.
+        fill: the value of what no piece covers, in the dtype.
         needs: names of the parcels that it reads.
     """
 
@@ -144,9 +145,19 @@ def make_recipe(
         reduce=reduce,
         pieces=tuple(pieces),
         cat_dim=_cat_dim(part),
-        fill=part.fill,
+        fill=_in_dtype(part.fill, dtype),
         needs=tuple(needs),
     )
+
+
+def _in_dtype(fill: float | None, dtype: torch.dtype) -> float | None:
+    """A plan's fill; where it is infinite, the largest or the smallest value of the dtype."""
+    if fill is None or dtype.is_floating_point or not math.isinf(fill):
+        return fill
+    if dtype is torch.bool:
+        return fill > 0
+    limits = torch.iinfo(dtype)
+    return limits.max if fill > 0 else limits.min
 
 
 def index_of(box: Box, shape: Sequence[int]) -> Index:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from dtorch_runtime.errors import ClusterTimeout, DTorchError
+from dtorch_runtime.ir.exchange import Send, Source, Step
 from dtorch_runtime.ir.layout import Box, Layout, box_shape, intersect, local_shape, num_elements
-from dtorch_runtime.ir.transfer import Send, Source, Step, plan_redistribute
+from dtorch_runtime.ir.transfer import plan_redistribute
 from dtorch_runtime.worker.assembly import Index, Locate, Recipe, index_of, make_recipe
 from dtorch_runtime.worker.blobs import Blob, Poison
 from dtorch_runtime.worker.collectives.base import Exchange, Group, Network, ParcelKey, ParcelName, StepKey

@@ -98,6 +98,10 @@ def check_value(pieces: Mapping[int, torch.Tensor], value: Array, target: Layout
         assert piece.dtype == dtype
     plain = np.bool_ if dtype is torch.bool else np.float64 if dtype.is_floating_point else np.int64
     exact = torch.float64 if dtype.is_floating_point else dtype
+    if dtype.is_complex:
+        assert all(torch.equal(piece.imag, torch.zeros_like(piece.imag)) for piece in pieces.values())
+        pieces = {device: piece.real for device, piece in pieces.items()}
+        exact = torch.float64
     arrays = {device: piece.to(exact).numpy().astype(plain) for device, piece in pieces.items()}
     expected = value.astype(bool) if dtype is torch.bool else value
     np.testing.assert_array_equal(put_together(arrays, target), expected)
@@ -137,6 +141,12 @@ CASES = {
     "to an overlapping mesh": ((7, 4), layout(GRID, S0, S1), layout(OTHER_GRID, S1, S0)),
     "to a mesh apart": ((7, 4), layout(GRID, S0, S1), layout(APART, S0)),
     "sum to a mesh apart": ((7, 4), layout(LINE, P), layout(APART, R)),
+    "shards become terms": ((5, 4), layout(LINE, S0), layout(LINE, P)),
+    "shards become terms of a maximum": ((5, 4), layout(LINE, S1), layout(LINE, Partial("max"))),
+    "terms of a sum become terms of a maximum": ((5, 4), layout(LINE, P), layout(LINE, Partial("max"))),
+    "grid: terms change places": ((6, 4), layout(GRID, P, S0), layout(GRID, S0, P)),
+    "terms to a mesh apart": ((7, 4), layout(LINE, P), layout(APART, P)),
+    "a piece that one has and all want": ((1, 6), layout(LINE, S0), layout(LINE, R)),
     "one device to many": ((7, 4), layout(DeviceMesh("cpu", [8]), R), layout(GRID, S0, S1)),
     "many devices to one": ((7, 4), layout(GRID, S0, S1), layout(DeviceMesh("cpu", [8]), R)),
 }
@@ -149,18 +159,33 @@ def test_every_pair_of_layouts_gives_the_same_tensor(rig, case, rng):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.int64, torch.int32, torch.bfloat16, torch.float16, torch.float64]
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+    ],
 )
 def test_every_dtype(rig, dtype, rng):
-    value = numbers((5, 3), rng)
+    value = abs(numbers((5, 3), rng))
     check(rig, value, layout(LINE, S0), layout(LINE, R), dtype, rng)
     check(rig, value, layout(LINE, P), layout(LINE, S1), dtype, rng)
-    check(rig, value, layout(LINE, Partial("max")), layout(LINE, R), dtype, rng)
+    check(rig, value, layout(LINE, S1), layout(LINE, P), dtype, rng)
+    if not dtype.is_complex:
+        check(rig, value, layout(LINE, Partial("min")), layout(LINE, R), dtype, rng)
+        check(rig, value, layout(LINE, S0), layout(LINE, Partial("max")), dtype, rng)
+        check(rig, value, layout(LINE, S0), layout(LINE, Partial("min")), dtype, rng)
 
 
-def test_an_all_reduce_in_two_steps(rig, rng, monkeypatch):
-    monkeypatch.setattr(transfer, "TWO_STEP_REDUCE_BYTES", 0)
-    check(rig, numbers((7, 3), rng), layout(LINE, P), layout(LINE, R), torch.float32, rng)
+def test_in_as_many_steps_as_save_bytes(rig, rng, monkeypatch):
+    monkeypatch.setattr(transfer, "STEP_COST_BYTES", 0)
+    for shape, source, target in CASES.values():
+        check(rig, numbers(shape, rng), source, target, torch.float32, rng)
 
 
 def test_sources_with_any_strides(rig, rng):

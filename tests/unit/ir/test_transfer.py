@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dtorch_runtime.ir import transfer
+from dtorch_runtime.ir.exchange import Step
 from dtorch_runtime.ir.layout import Layout, local_shape
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Replicate, Shard
-from dtorch_runtime.ir.transfer import Step, plan_redistribute
+from dtorch_runtime.ir.transfer import plan_redistribute
 from tests.support.layouts import Array, layout_pairs, numbers, put_together, shapes, take_apart
 
 _REDUCE = {
@@ -57,7 +58,7 @@ def test_the_tensor_is_the_same_afterwards(data, shape, in_two_steps, rng):
     source, target = data.draw(layout_pairs(len(shape)))
     value = numbers(shape, rng)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "TWO_STEP_REDUCE_BYTES", 0 if in_two_steps else 1 << 40)
+        patch.setattr(transfer, "STEP_COST_BYTES", 0 if in_two_steps else 1 << 40)
         nodes = {device: f"node{device % 2}" for device in range(12)}
         np.testing.assert_array_equal(redistribute(value, source, target, rng, node_of=nodes), value)
 
@@ -88,7 +89,7 @@ def test_plans_move_no_more_than_they_must(source, target, num_steps, num_bytes)
 
 
 def test_a_large_all_reduce_is_a_reduce_scatter_and_an_all_gather():
-    size = transfer.TWO_STEP_REDUCE_BYTES
+    size = transfer.STEP_COST_BYTES
     steps = plan_redistribute((size,), layout(LINE, Partial()), layout(LINE, Replicate()), itemsize_bytes=1)
     assert [step.reduce for step in steps] == ["sum", None]
     moved = sum(sum(step.bytes_by_link(1).values()) for step in steps)
