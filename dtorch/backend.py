@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from dtorch import autocast, engine, random, recurrent
+from dtorch import autocast, dynamic_calls, engine, random, recurrent
 from dtorch.dispatch import KEPT_WHOLE, LinkedArgument, dispatch
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
@@ -72,6 +72,9 @@ def register() -> None:
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             ops.impl(aten._thnn_fused_lstm_cell.default, recurrent.lstm_cell, key)
             ops.impl(aten._thnn_fused_gru_cell.default, recurrent.gru_cell, key)
+        ops.impl(
+            aten.tensor_split.tensor_indices_or_sections, dynamic_calls.tensor_split, "AutogradPrivateUse1"
+        )
         autocast.register(ops)
         _use_foreach_optimizers()
 

@@ -293,13 +293,13 @@ class Session:
         """The longest wait when none is given, in seconds."""
         return self.settings.wait_timeout_s
 
-    def fetch(self, handle: Handle, spec: Spec) -> TensorFuture:
-        """Ask for a value. Everything that its graph has issued is sent first."""
+    def fetch(self, handle: Handle, spec: Spec, what: str = "value") -> TensorFuture:
+        """Ask for a value. Everything that its graph has issued is sent first. Errors call it ``what``."""
         handle.graph.flush()
         gathering = plan_gathering(spec)
         future = TensorFuture(
             spec,
-            lambda: f"the value of {handle.origin} issued at {describe(handle.location)}",
+            lambda: f"the {what} of {handle.origin} issued at {describe(handle.location)}",
             self,
         )
         with self._changed:

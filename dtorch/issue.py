@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtorch.dynamic import description_spec
 from dtorch.graph import Graph, Handle
 from dtorch.meshes import layout_record
-from dtorch.op_plan import NewOutput, OpPlan, SameTensor, SameValue
+from dtorch.op_plan import LaterOutput, NewOutput, OpPlan, SameTensor, SameValue
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes
 from dtorch_runtime.errors import SessionClosed
 from dtorch_runtime.ir.layout import Box, Layout, box_shape
 from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
-from dtorch_runtime.worker.blobs import name_of
+from dtorch_runtime.worker.blobs import dtype_of, name_of
+from dtorch_runtime.worker.dynamic_kernels import read_description
 
 if TYPE_CHECKING:  # the tensor's dispatch issues ops
     from dtorch.connection import Session
@@ -33,6 +35,7 @@ class Entry:
         "default_dtype",
         "dtype",
         "func",
+        "is_dynamic",
         "is_simple",
         "num_new",
         "plan",
@@ -50,7 +53,8 @@ class Entry:
         #: The default dtype that the plan depends on, or None.
         self.default_dtype = default_dtype
         new = [output.spec for output in plan.outputs if isinstance(output, NewOutput)]
-        self.num_new = len(new)
+        self.num_new = plan.num_made
+        self.is_dynamic = plan.is_dynamic
         #: One op, one new tensor, nothing else to do: the path that has to be fast.
         self.is_simple = (
             plan.op is not None
@@ -97,7 +101,7 @@ def make_entry(
         args=list(plan.args),
         kwargs=dict(plan.kwargs),
         num_inputs=num_inputs,
-        num_outputs=len(new),
+        num_outputs=plan.num_made,
         num_scalars=plan.num_seeds,
         mesh_ids=[session.define_mesh(mesh) for mesh in meshes],
         mutates=list(plan.mutates),
@@ -142,11 +146,16 @@ def _results(
     cls: type[torch.Tensor], entry: Entry, graph: Graph, tensors: Sequence[Any], ids: list[int], location: int
 ) -> Any:
     results: list[Any] = []
-    new_ids = iter(ids)
+    handles = [Handle(graph, value_id, entry, location) for value_id in ids]
+    later = _awaited(entry.plan, handles) if entry.is_dynamic else iter(())
+    new = iter(handles)
     for output in entry.plan.outputs:
         match output:
             case NewOutput(spec):
-                results.append(make_symbol(cls, spec, Handle(graph, next(new_ids), entry, location)))
+                results.append(make_symbol(cls, spec, next(new)))
+            case LaterOutput():
+                spec, handle = next(later), next(new)
+                results.append(None if spec is None else make_symbol(cls, spec, handle))
             case SameTensor(index):
                 results.append(tensors[index])
             case SameValue(index, spec):
@@ -162,6 +171,19 @@ def _results(
             return results
         case "none":
             return None
+
+
+def _awaited(plan: OpPlan, handles: Sequence[Handle]) -> Iterator[Spec | None]:
+    """What each later output turned out to be: waits for the description that the op made, its last value."""
+    layouts = [output.layout for output in plan.outputs if isinstance(output, LaterOutput)]
+    session = handles[-1].graph.session
+    future = session.fetch(handles[-1], description_spec(layouts[0]), "shape")
+    for layout, result in zip(layouts, read_description(future.get()), strict=True):
+        yield (
+            None
+            if result is None
+            else intern_spec(result.shape, dtype_of(result.dtype), layout, result.stride)
+        )
 
 
 def transfer(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int) -> Any:

@@ -23,6 +23,16 @@ class NewOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class LaterOutput:
+    """The op makes a value of which only the data tells shape and strides; they are in the op's last output.
+
+    None is returned in its place when the op leaves it out.
+    """
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class SameTensor:
     """The op returns its input ``index`` itself (in-place and ``out=`` variants)."""
 
@@ -42,7 +52,7 @@ class NoOutput:
     """``None`` in this place."""
 
 
-Output: TypeAlias = NewOutput | SameTensor | SameValue | NoOutput
+Output: TypeAlias = NewOutput | LaterOutput | SameTensor | SameValue | NoOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,7 @@ class OpPlan:
 
     ``op`` is None when no worker has anything to do. ``conversions`` are redistributions of inputs that must
     be issued first: (input index, layout it is brought to); strict mode has only those that move no bytes.
+    An op with a ``LaterOutput`` makes one more value, its last: the description of all results.
     ``num_seeds`` int64 seeds follow the outputs in the op record. ``returns`` says how outputs are packed.
     """
 
@@ -63,3 +74,14 @@ class OpPlan:
     returns: Literal["one", "tuple", "list", "none"] = "one"
     mutates: tuple[int, ...] = ()
     num_seeds: int = 0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the op makes a description of its results beside them."""
+        return any(isinstance(output, LaterOutput) for output in self.outputs)
+
+    @property
+    def num_made(self) -> int:
+        """How many values the op makes."""
+        made = sum(isinstance(output, NewOutput | LaterOutput) for output in self.outputs)
+        return made + self.is_dynamic

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from dtorch.dynamic import needs_whole, plan_dynamic
 from dtorch.op_plan import OpPlan, SameValue
 from dtorch.rules import factory
 from dtorch.rules.call import Call, Op, op_of
 from dtorch.rules.explain import no_rule
 from dtorch.rules.tables import find_rule
 from dtorch.rules.whole import plan_whole
+from dtorch.shapes import ShapeNeedsData
 from dtorch.spec import intern_spec
 from dtorch_runtime.errors import InternalError, UnsupportedError
 from dtorch_runtime.ir.layout import Layout
@@ -55,11 +57,16 @@ def propagate(
         same = intern_spec(spec.shape, spec.dtype, spec.layout, spec.stride)
         return OpPlan(op=None, layouts=(spec.layout,), outputs=(SameValue(0, same),))
     rule = find_rule(op)
-    if rule is not None and (rule.always or not call.is_replicated):
-        return rule.plan(call)
-    if call.is_replicated:
-        return plan_whole(call)
-    raise no_rule(call)
+    try:
+        if rule is not None and (rule.always or not call.is_replicated):
+            return rule.plan(call)
+        if call.is_replicated:
+            return plan_whole(call)
+    except ShapeNeedsData:
+        if call.is_replicated:
+            return plan_dynamic(call)
+        raise needs_whole(call) from None
+    raise needs_whole(call) if op.is_dynamic else no_rule(call)
 
 
 def _refuse_metadata_changes(op: Op) -> None:

@@ -17,6 +17,10 @@ from dtorch.spec import Spec, contiguous_stride
 from dtorch_runtime.errors import UnsupportedError
 
 
+class ShapeNeedsData(UnsupportedError):
+    """Torch cannot tell the shape of the result without the data, or has no meta kernel for the op."""
+
+
 class TensorMeta(NamedTuple):
     """What a tensor is, but for where it lives."""
 
@@ -55,7 +59,7 @@ def infer(call: Call) -> Metas:
 
     Raises:
         RuntimeError, IndexError, TypeError, ValueError: as torch raises them for these shapes and dtypes.
-        UnsupportedError: torch has no meta kernel, or the shape depends on data.
+        ShapeNeedsData: torch has no meta kernel, or the shape depends on data.
     """
     function = shape_function(call)
     if function is not None and not call.op.writes:
@@ -122,7 +126,7 @@ def run_on_meta(call: Call) -> Metas:
         with torch.no_grad():
             result = call.op.func(*args, **kwargs)
     except NotImplementedError as error:
-        raise UnsupportedError(
+        raise ShapeNeedsData(
             f"{call.op}: torch cannot tell the shape of the result without the data; write it with ops whose result "
             f"has a known shape, or fetch the tensors with .cpu() and compute there ({_first_line(error)})"
         ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from dtorch.meshes import layout_record
 from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call
@@ -82,28 +84,52 @@ rule("bucketize.Tensor", "...,z->...", whole="z")
 # ------------------------------------------------------------------------------------------------- x[i, :, j]
 
 
-def _indexed_dims(call: Call) -> list[int]:
-    return [dim for dim, index in enumerate(call.get("indices")) if index is not None]
+def _indexed(call: Call) -> list[tuple[int, list[int]]]:
+    """Each index by its input number, with the dims that it stands for: one, or as many as a mask has."""
+    of_indices = call.operands["indices"]
+    assert isinstance(of_indices, tuple)
+    found: list[tuple[int, list[int]]] = []
+    dim = 0
+    for number in of_indices:
+        if number is None:
+            dim += 1
+        else:
+            index = call.inputs[number]
+            size = len(index.shape) if is_mask_dtype(index.dtype) else 1
+            found.append((number, list(range(dim, dim + size))))
+            dim += size
+    return found
+
+
+def is_mask_dtype(dtype: torch.dtype) -> bool:
+    """Whether an index of this dtype says for each element if it is picked."""
+    return dtype in (torch.bool, torch.uint8)
 
 
 def _picked(call: Call, dims: list[Dims | None]) -> Dims | None:
-    """The letters of ``x[indices]``: the dims of the indices stand together, in place or in front."""
+    """The letters of ``x[indices]``: the dims of the indices stand together, in place or in front.
+
+    What a mask picks is one dim, which nothing can cut.
+    """
     own = dims[0]
-    indexed = _indexed_dims(call)
-    if own is None or not indexed:
+    indices = _indexed(call)
+    if own is None or not indices:
         return None
-    of_indices = call.operands["indices"]
-    assert isinstance(of_indices, tuple)
-    index_dims = [dims[i] or () for i in of_indices if i is not None]
+    index_dims = [(None,) if is_mask_dtype(call.inputs[i].dtype) else dims[i] or () for i, _ in indices]
     ndim = max(map(len, index_dims))
     joined = tuple(
         next((names[d] for names in index_dims if -d <= len(names) and names[d] is not None), None)
         for d in range(-ndim, 0)
     )
+    indexed = [dim for _, covered in indices for dim in covered]
     together = indexed == list(range(indexed[0], indexed[-1] + 1))
     at = indexed[0] if together else 0
     rest = [name for dim, name in enumerate(own) if dim not in indexed]
     return (*rest[:at], *joined, *rest[at:])
+
+
+def _index_whole(call: Call, names: str) -> frozenset[str]:
+    return frozenset(names[dim] for _, covered in _indexed(call) for dim in covered)
 
 
 def _index(call: Call) -> Equation | None:
@@ -115,7 +141,7 @@ def _index(call: Call) -> Equation | None:
     return Equation(
         inputs=tuple(dims),
         outputs=(picked,),
-        whole=frozenset(names[dim] for dim in _indexed_dims(call)),
+        whole=_index_whole(call, names),
         terms=((0,),),
         kinds=ALL_KINDS,
     )
@@ -127,16 +153,23 @@ def _index_put(call: Call) -> Equation | None:
     assert isinstance(values, int)
     parts: list[str | None] = [names, *["..."] * (len(call.inputs) - 1)]
     parts[values] = None
+    masks = {
+        number: covered for number, covered in _indexed(call) if is_mask_dtype(call.inputs[number].dtype)
+    }
+    for number in masks:
+        parts[number] = None
     dims = assign(parts, call.inputs)
     picked = None if dims is None else _picked(call, dims)
     if dims is None or picked is None:
         return None
+    for number, covered in masks.items():
+        dims[number] = tuple(names[dim] for dim in covered)
     dims[values] = _right_aligned(picked, call.inputs[values], call)
     accumulate = call.has("accumulate") and call.get("accumulate")
     return Equation(
         inputs=tuple(dims),
         outputs=(tuple(names),),
-        whole=frozenset(names[dim] for dim in _indexed_dims(call)),
+        whole=_index_whole(call, names),
         reduce="sum" if accumulate else None,
         terms=((0,), (values,)),
         kinds=LINEAR_KINDS if accumulate else ALL_KINDS,

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from dtorch.rules import fft, foreach, index, linalg, matmul, new_like, nn, pointwise, random, reduce, view
+from dtorch.rules import (
+    counting,
+    fft,
+    foreach,
+    index,
+    linalg,
+    matmul,
+    new_like,
+    nn,
+    pointwise,
+    random,
+    reduce,
+    view,
+)
 from dtorch.rules.registry import find_rule, registered
 
 #: One module a family of ops.
-TABLES = (fft, foreach, index, linalg, matmul, new_like, nn, pointwise, random, reduce, view)
+TABLES = (counting, fft, foreach, index, linalg, matmul, new_like, nn, pointwise, random, reduce, view)
 
 __all__ = ["TABLES", "find_rule", "registered"]

@@ -11,7 +11,10 @@ from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import layout_from_record
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import FailureRecord, TemplateRecord, TransferArg
-from dtorch_runtime.worker import shard_kernels as _shard_kernels  # noqa: F401  registers its kernels
+from dtorch_runtime.worker import (
+    dynamic_kernels as _dynamic_kernels,  # noqa: F401  registers its kernels
+    shard_kernels as _shard_kernels,  # noqa: F401  registers its kernels
+)
 from dtorch_runtime.worker.arguments import Runner, compile_runner, free_runner, skip_runner
 from dtorch_runtime.worker.blobs import Blobs, Poison, dtype_of, poison_with_aliases
 from dtorch_runtime.worker.failures import InternalFailure, OpSite, SessionEnded, failure_of

@@ -1,0 +1,150 @@
+"""Results whose shape depends on data: the client waits for the shape only, and values are those of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtorch
+from dtorch import DeviceMesh, Partial, PlacementError, Replicate, Shard
+
+X = torch.arange(72, dtype=torch.float32).reshape(4, 6, 3).mul(0.37).sin()
+ROWS = torch.tensor([True, False, True, True])
+COLUMNS = torch.tensor([True, False, False, True, True, False])
+MATRIX = X[..., 0] > 0
+TAIL = X[1] > 0
+PICKS = torch.tensor([0, 2, 1])
+LABELS = torch.tensor([3, 1, 1, 0, 5, 3, 3])
+WEIGHTS = torch.tensor([1.0, 0.5, -1.0, 2.0, 0.25, 3.0, 1.5])
+
+#: What turns a plain tensor into an argument.
+Send = Callable[[torch.Tensor], Any]
+Case = Callable[[Any, Send], Any]
+
+
+def _put(x: Any, index: Any, value: Any) -> Any:
+    y = x.clone()
+    y[index] = value
+    return y
+
+
+def _gradient(function: Callable[[Any], Any], x: Any) -> Any:
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(function(x), x)
+    return gradient
+
+
+#: Each gets x [4, 6, 3], and what sends a mask or an index.
+CASES: dict[str, Case] = {
+    "x[rows]": lambda x, send: x[send(ROWS)],
+    "x[:, columns]": lambda x, send: x[:, send(COLUMNS)],
+    "x[matrix]": lambda x, send: x[send(MATRIX)],
+    "x[..., tail]": lambda x, send: x[..., send(TAIL)],
+    "x[x > 0]": lambda x, send: x[x > 0],
+    "x[0, tail]": lambda x, send: x[0, send(TAIL)],
+    "x[rows, :, picks]": lambda x, send: x[send(ROWS), :, send(PICKS)],
+    "x[rows, picks]": lambda x, send: x[send(ROWS), send(PICKS)],
+    "x[None, rows]": lambda x, send: x[None, send(ROWS)],
+    "x[1:3, columns, 1:]": lambda x, send: x[1:3, send(COLUMNS), 1:],
+    "x[list]": lambda x, send: x[ROWS.tolist()],
+    "x[nothing]": lambda x, send: x[send(ROWS & ~ROWS)],
+    "x[true]": lambda x, send: x[send(torch.tensor(True))],
+    "masked_select": lambda x, send: x.masked_select(send(TAIL)),
+    "nonzero": lambda x, send: torch.nonzero(x > 0),
+    "nonzero as tuple": lambda x, send: (x > 0).nonzero(as_tuple=True),
+    "nonzero_static": lambda x, send: torch.nonzero_static(send(MATRIX), size=5),
+    "where": lambda x, send: torch.where(x > 0.5),
+    "argwhere": lambda x, send: torch.argwhere(x > 0),
+    "unique": lambda x, send: torch.unique(x.round(), return_inverse=True, return_counts=True),
+    "unique of rows": lambda x, send: torch.unique(x.round(), dim=0),
+    "unique_consecutive": lambda x, send: torch.unique_consecutive(x.round(), return_counts=True),
+    "repeat_interleave": lambda x, send: x.repeat_interleave(send(torch.tensor([2, 0, 1, 3])), 0),
+    "repeat_interleave of size": lambda x, send: x.repeat_interleave(send(PICKS), 2, output_size=3),
+    "bincount": lambda x, send: torch.bincount(send(LABELS)),
+    "bincount with weights": lambda x, send: torch.bincount(send(LABELS), send(WEIGHTS), minlength=8),
+    "histc": lambda x, send: torch.histc(x, 5, -1, 1),
+    "histc of all": lambda x, send: torch.histc(x, 5),
+    "histogram": lambda x, send: torch.histogram(x, 4, range=(-1.0, 1.0)),
+    "histogram of edges": lambda x, send: torch.histogram(x, send(torch.tensor([-1.0, 0.1, 1.0])), weight=x),
+    "histogramdd": lambda x, send: torch.histogramdd(x, [2, 3, 2], range=[-1.0, 1.0] * 3),
+    "tensor_split": lambda x, send: x.tensor_split(send(torch.tensor([1, 4])), 1),
+    "tensor_split in parts": lambda x, send: x.tensor_split(send(torch.tensor(2)), 1),
+    "one_hot": lambda x, send: F.one_hot(send(LABELS)),
+    "isin": lambda x, send: torch.isin(send(LABELS), send(torch.tensor([1, 5]))),
+    "combinations": lambda x, send: torch.combinations(send(WEIGHTS)),
+    "segment_reduce": lambda x, send: torch.segment_reduce(x, "sum", lengths=send(torch.tensor([1, 3]))),
+    "masked.mean": lambda x, send: torch.masked.mean(x, 1, mask=send(MATRIX).unsqueeze(-1)),
+    "x[matrix] = 1.5": lambda x, send: _put(x, send(MATRIX), 1.5),
+    "x[:, columns] = -1": lambda x, send: _put(x, (slice(None), send(COLUMNS)), -1),
+    "x[x > 0] = 0": lambda x, send: _put(x, x > 0, 0),
+    "x[rows] = rows": lambda x, send: _put(x, send(ROWS), send(X[:3] * 2)),
+    "x[rows, picks] = row": lambda x, send: _put(x, (send(ROWS), send(PICKS)), send(X[0, 0])),
+    "index_put": lambda x, send: x.index_put((send(ROWS),), send(X[0, 0]), accumulate=True),
+    "gradient of x[matrix]": lambda x, send: _gradient(lambda x: (x[send(MATRIX)] ** 2).sum(), x),
+    "gradient of x[..., tail]": lambda x, send: _gradient(lambda x: x[..., send(TAIL)].exp().sum(), x),
+    "gradient of masked_select": lambda x, send: _gradient(
+        lambda x: x.masked_select(send(TAIL)).exp().sum(), x
+    ),
+    "gradient of repeat_interleave": lambda x, send: _gradient(
+        lambda x: x.repeat_interleave(send(PICKS), 2).exp().sum(), x
+    ),
+    "gradient of tensor_split": lambda x, send: _gradient(
+        lambda x: x.tensor_split(send(torch.tensor([1, 4])), 1)[1].exp().sum(), x
+    ),
+}
+#: Of x, and of masks and indices.
+PLACEMENTS = [
+    (Replicate(), Replicate()),
+    (Shard(0), Replicate()),
+    (Shard(0), Shard(0)),
+    (Shard(2), Replicate()),
+    (Partial(), Replicate()),
+]
+
+
+def values_of(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, dtorch.Tensor):
+        return [result.to_torch()]
+    if isinstance(result, torch.Tensor):
+        return [result.detach()]
+    return [value for item in result for value in values_of(item)]
+
+
+def given_x(mesh: DeviceMesh, placement: Any) -> Any:
+    if isinstance(placement, Partial):
+        return dtorch.from_torch(X, device_mesh=mesh).redistribute(placements=[placement])
+    return dtorch.from_torch(X, device_mesh=mesh, placements=[placement])
+
+
+def refusal_of(check: Callable[[], None]) -> PlacementError | None:
+    try:
+        check()
+    except PlacementError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_torch(mesh: DeviceMesh, name: str) -> None:
+    """Whole inputs work; others are equal or refused with the fix, and then work in the auto scope."""
+    expected = values_of(CASES[name](X, lambda t: t))
+    for placement, cut in PLACEMENTS:
+
+        def send(tensor: torch.Tensor, cut: Any = cut) -> Any:
+            placements = [cut if tensor.ndim else Replicate()]
+            return dtorch.from_torch(tensor, device_mesh=mesh, placements=placements)
+
+        def check(placement: Any = placement, send: Send = send) -> None:
+            actual = values_of(CASES[name](given_x(mesh, placement), send))
+            torch.testing.assert_close(actual, expected)
+
+        refused = refusal_of(check)
+        if refused is not None:
+            assert placement != Replicate(), refused
+            assert "write:" in str(refused), refused
+            with dtorch.auto_redistribute():
+                check()
