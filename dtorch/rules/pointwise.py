@@ -173,6 +173,7 @@ def _keeps_sums(call: Call) -> bool:
 
 
 rule("clone _conj _conj_physical", "...->...", moves="a", shape=_copy_shape)
+rule("alias_copy detach_copy lift_fresh_copy", "...->...", moves="a")
 rule("_to_copy", "...->...", linear="a", linear_if=_keeps_sums, shape=_copy_shape)
 rule("fill_.Scalar", "...->...", shape=lambda call: _target(call))
 rule("fill_.Tensor", "...,->...", shape=lambda call: _target(call))

@@ -14,11 +14,28 @@ from dtorch.rules import (
     pointwise,
     random,
     reduce,
+    scatter,
+    special,
     view,
 )
 from dtorch.rules.registry import find_rule, registered
 
 #: One module a family of ops.
-TABLES = (counting, fft, foreach, index, linalg, matmul, new_like, nn, pointwise, random, reduce, view)
+TABLES = (
+    counting,
+    fft,
+    foreach,
+    index,
+    linalg,
+    matmul,
+    new_like,
+    nn,
+    pointwise,
+    random,
+    reduce,
+    scatter,
+    special,
+    view,
+)
 
 __all__ = ["TABLES", "find_rule", "registered"]

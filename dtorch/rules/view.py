@@ -190,7 +190,11 @@ def _sliced_dim(call: Call) -> str:
 rule("select.int select_copy.int", _drop, moves="a", whole=_that_dim, shape=shape.select)
 rule("slice.Tensor slice_copy.Tensor", _same, moves="a", whole=_sliced_dim, shape=shape.slice_)
 rule(
-    "split.Tensor split_with_sizes split_copy.Tensor split_with_sizes_copy", _same, moves="a", whole=_that_dim
+    "split.Tensor split_with_sizes split_copy.Tensor split_with_sizes_copy unsafe_split.Tensor "
+    "unsafe_split_with_sizes narrow_copy",
+    _same,
+    moves="a",
+    whole=_that_dim,
 )
 register_shape(full_names("split.Tensor split_with_sizes"), shape.split)
 rule("unbind.int unbind_copy.int", _drop, moves="a", whole=_that_dim)
@@ -198,7 +202,10 @@ register_shape(["aten::unbind.int"], shape.unbind)
 rule("flip roll", _same, moves="a", whole=lambda call: "".join(_listed_dims(call)))
 rule("tril triu", "...mn->...mn", linear="a", whole="mn")
 rule(
-    "unfold", lambda call: f"{_same(call)}Z", moves="a", whole=lambda call: f"Z{_that_dim(call, 'dimension')}"
+    "unfold unfold_copy",
+    lambda call: f"{_same(call)}Z",
+    moves="a",
+    whole=lambda call: f"Z{_that_dim(call, 'dimension')}",
 )
 rule("view_as_complex", "...z->...", linear="a", whole="z")
 rule("view_as_real", "...->...z", linear="a", whole="z")

@@ -20,9 +20,10 @@ from dtorch_runtime.ir.placement import Placement, Replicate, Shard
 from tests.numerics.more_samples import MORE
 from tests.numerics.samples import ALL
 from tests.numerics.samples_linalg import LINALG
+from tests.numerics.samples_scatter import SCATTER_AND_SPECIAL
 from tests.support.rule_checks import Sample, check, check_all, choices, claimed, expected, tensors_of
 
-EVERY = [*ALL, *MORE, *LINALG]
+EVERY = [*ALL, *MORE, *LINALG, *SCATTER_AND_SPECIAL]
 #: Rules whose results no call of plain torch gives: their tests are in test_random.py.
 TESTED_ELSEWHERE = (RandomRule, LikeRule, StridedRule)
 

@@ -9,8 +9,23 @@ from collections import defaultdict
 import torch
 from tqdm import tqdm
 
-from tests.numerics.search.captured import captured_calls
-from tests.numerics.search.compare import Verdict, compare
+from tests.numerics.search.captured import captured_calls, entries
+from tests.numerics.search.compare import compare
+from tests.numerics.search.isolated import isolated
+
+#: (op, has a rule, missing signatures, false claims)
+Line = tuple[str, bool, list[str], list[str]]
+
+
+def compare_entry(entry: str, num_samples: int) -> list[Line]:
+    """The calls of one entry of the operator database."""
+    lines = []
+    for sample in captured_calls(entry, num_samples):
+        verdict = compare(sample)
+        lines.append(
+            (str(sample.func), verdict.has_rule, list(map(str, verdict.missing)), list(verdict.false))
+        )
+    return lines
 
 
 def main() -> None:
@@ -22,27 +37,28 @@ def main() -> None:
     torch.set_num_threads(1)
     missing: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     false: list[str] = []
-    ruleless: dict[str, str] = {}
+    ruleless: set[str] = set()
+    died: list[str] = []
     num_calls = 0
-    with tqdm(unit="call") as bar:
-        for entry, sample in captured_calls(options.names, options.samples):
-            verdict: Verdict = compare(sample)
-            bar.set_postfix_str(str(sample.func), refresh=False)
-            bar.update()
-            num_calls += 1
-            if not verdict.has_rule:
-                ruleless.setdefault(str(sample.func), entry)
-            false += [f"{sample.func} ({entry}): {line}" for line in verdict.false]
-            for found in verdict.missing:
-                missing[str(sample.func)][str(found)].append(entry)
+    for entry in tqdm(entries(options.names), unit="entry"):
+        lines = isolated(compare_entry, entry, options.samples)
+        if lines is None:
+            died.append(entry)
+            continue
+        num_calls += len(lines)
+        for op, has_rule, unclaimed, untrue in lines:
+            ruleless.update([] if has_rule else [op])
+            false += [f"{op} ({entry}): {line}" for line in untrue]
+            for signature in unclaimed:
+                missing[op][signature].append(entry)
     for op, signatures in sorted(missing.items()):
-        label = "  (no rule)" if op in ruleless else ""
-        print(f"{op}{label}")
-        for signature, entries in signatures.items():
-            print(f"    {signature:44s} e.g. {entries[0]}")
+        print(f"{op}{'  (no rule)' if op in ruleless else ''}")
+        for signature, where in signatures.items():
+            print(f"    {signature:44s} e.g. {where[0]}")
     print(
         f"\n{num_calls} calls; {len(ruleless)} overloads without a rule; {len(missing)} claim less than holds"
     )
+    print(f"entries whose kernels crash or hang on pieces: {', '.join(died) or 'none'}")
     print(f"claims that are false: {len(false)}")
     print("\n".join(f"    {line}" for line in false))
     raise SystemExit(1 if false else 0)

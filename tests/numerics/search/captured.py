@@ -39,29 +39,37 @@ def _copy(value: Any) -> Any:
         return value.detach().clone()
 
 
-def captured_calls(names: Iterable[str] = (), samples_each: int = 3) -> Iterator[tuple[str, Sample]]:
-    """(entry, call) for each overload, rank and constants that are new."""
+def entries(names: Iterable[str] = ()) -> list[str]:
+    """The names of the database's entries that take float32; all, or those of these ops."""
     wanted = set(names)
+    return [
+        name_of(info)
+        for info in op_db
+        if torch.float32 in info.supported_dtypes("cpu")
+        and (not wanted or {info.name, name_of(info)} & wanted)
+    ]
+
+
+def name_of(info: Any) -> str:
+    """The name of an entry with its variant."""
+    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
+
+
+def captured_calls(entry: str, num_samples: int) -> Iterator[Sample]:
+    """Each overload that an entry reaches, once for each combination of ranks, dtypes and constants."""
+    info = next(info for info in op_db if name_of(info) == entry)
     seen: set[Any] = set()
-    for info in op_db:
-        entry = f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
-        if (
-            wanted and info.name not in wanted and entry not in wanted
-        ) or torch.float32 not in info.supported_dtypes("cpu"):
-            continue
-        for func, args, kwargs in _record(info, samples_each):
-            tensors = tensors_of((list(args), kwargs))
-            if any(not _is_plain(t) for t in tensors):
-                continue
-            key = (func, tuple((t.ndim, t.dtype) for t in tensors), repr(_constants((args, kwargs))))
-            if key not in seen:
-                seen.add(key)
-                yield entry, Sample(func, _maker(args), kwargs)
+    for func, args, kwargs in _record(info, num_samples):
+        tensors = tensors_of((list(args), kwargs))
+        key = (func, tuple((t.ndim, t.dtype) for t in tensors), repr(_constants((args, kwargs))))
+        if key not in seen and all(map(_is_plain, tensors)):
+            seen.add(key)
+            yield Sample(func, _maker(args), kwargs)
 
 
-def _record(info: Any, samples_each: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def _record(info: Any, num_samples: int) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     recorder = _Recorder()
-    for sample in itertools.islice(_samples(info), samples_each):
+    for sample in itertools.islice(_samples(info), num_samples):
         torch.manual_seed(0)
         try:
             with recorder:

@@ -1,0 +1,148 @@
+"""Ops that write a part into a copy of a tensor, and the derivatives of views, which write it into zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtorch.rules.call import Call, local_shape
+from dtorch.rules.dsl import rule
+from dtorch.rules.equation import Matched
+from dtorch.rules.view import LETTERS, dim_of, letters
+from dtorch.shapes import Metas, TensorMeta
+
+
+def _local_input_sizes(call: Call, matched: Matched, metas: Metas) -> dict[str, Any]:
+    """The size of what a view was taken of is global."""
+    (meta,) = metas
+    assert isinstance(meta, TensorMeta)
+    return {"input_sizes": local_shape(meta.shape, matched.outputs[0])}
+
+
+# ------------------------------------------------------------------------------------------------- into a copy
+
+
+def _that_dim(call: Call) -> str:
+    return letters(len(call.inputs[0].shape))[dim_of(call)]
+
+
+def _select_scatter(call: Call) -> str:
+    names = letters(len(call.inputs[0].shape))
+    dim = dim_of(call)
+    return f"{names},{names[:dim]}{names[dim + 1 :]}->{names}"
+
+
+def _slice_scatter(call: Call) -> str:
+    names = letters(len(call.inputs[0].shape))
+    return f"{names},{names}->{names}"
+
+
+rule("select_scatter", _select_scatter, moves="a+b", lifts=True, whole=_that_dim)
+# The slice's own dim has another size than the whole's, so it must not be cut in either.
+rule("slice_scatter", _slice_scatter, moves="a+b", lifts=True, whole=_that_dim)
+
+
+# ------------------------------------------------------------------------------------------------- diagonals
+
+
+def _pair(ndim: int, call: Call) -> tuple[int, int]:
+    return call.get("dim1") % ndim, call.get("dim2") % ndim
+
+
+def _with_diagonal(ndim: int, call: Call) -> tuple[str, str, str]:
+    """Letters of a tensor and of its diagonal, and those of the two dims and of the diagonal's."""
+    names = letters(ndim)
+    pair = {names[dim] for dim in _pair(ndim, call)}
+    return names, "".join(n for n in names if n not in pair) + "Z", "".join(pair) + "Z"
+
+
+def _diagonal_scatter(call: Call) -> str:
+    names, diagonal, _ = _with_diagonal(len(call.inputs[0].shape), call)
+    return f"{names},{diagonal}->{names}"
+
+
+def _diagonal_backward(call: Call) -> str:
+    names, diagonal, _ = _with_diagonal(len(call.get("input_sizes")), call)
+    return f"{diagonal}->{names}"
+
+
+def _diag_embed(call: Call) -> str:
+    names, diagonal, _ = _with_diagonal(len(call.inputs[0].shape) + 1, call)
+    return f"{diagonal}->{names}"
+
+
+rule(
+    "diagonal_scatter",
+    _diagonal_scatter,
+    moves="a+b",
+    lifts=True,
+    whole=lambda call: _with_diagonal(len(call.inputs[0].shape), call)[2],
+)
+rule("diagonal_backward", _diagonal_backward, linear="a", whole="Z", localize=_local_input_sizes)
+rule("diag_embed", _diag_embed, linear="a", whole="Z")
+
+
+# ------------------------------------------------------------------------------------------------- windows
+
+
+def _unfold_backward(call: Call) -> str:
+    names = letters(len(call.get("input_sizes")))
+    return f"{names}Z->{names}"
+
+
+rule(
+    "unfold_backward",
+    _unfold_backward,
+    linear="a",
+    whole=lambda call: "Z" + LETTERS[call.get("dim") % len(call.get("input_sizes"))],
+    localize=_local_input_sizes,
+)
+
+
+# ------------------------------------------------------------------------------------------------- by flat position
+
+
+def _table(call: Call) -> str:
+    """The tensor that positions count through is whole."""
+    return LETTERS[: len(call.inputs[0].shape)].upper()
+
+
+def _accumulates(call: Call) -> bool:
+    return bool(call.get("accumulate"))
+
+
+rule("take", lambda call: f"{_table(call)},...->...", moves="a", whole=_table)
+
+
+def _put(call: Call) -> str:
+    index = letters(len(call.spec("index").shape))
+    return f"{_table(call)},{index},{index}->{_table(call)}"
+
+
+rule(
+    "put",
+    _put,
+    linear="a+c",
+    lifts=True,
+    linear_if=_accumulates,
+    whole=lambda call: _table(call) + ("" if _accumulates(call) else LETTERS),
+)
+
+
+# ------------------------------------------------------------------------------------------------- quarter turns
+
+
+def _rot90(call: Call) -> str:
+    names = letters(len(call.inputs[0].shape))
+    a, b = (dim % len(names) for dim in call.get("dims"))
+    turned = list(names)
+    if call.get("k") % 2:
+        turned[a], turned[b] = turned[b], turned[a]
+    return f"{names}->{''.join(turned)}"
+
+
+rule(
+    "rot90",
+    _rot90,
+    moves="a",
+    whole=lambda call: "".join(LETTERS[dim % len(call.inputs[0].shape)] for dim in call.get("dims")),
+)
