@@ -14,7 +14,7 @@ from dtorch.auto_issue import AutoEntry, issue_converted
 from dtorch.entries import entry_of
 from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle
-from dtorch.issue import DEVICE, Entry, issue, make_entry, upload
+from dtorch.issue import DEVICE, Entry, issue, issue_view, make_entry, upload
 from dtorch.location import capture, known
 from dtorch.propagate import propagate
 from dtorch.random import seed_source
@@ -77,6 +77,8 @@ def dispatch(
     if entry is None:
         return _dispatch_slowly(cls, func, args, kwargs or {}, (tuple(key), tensors, graph), location)
     if not entry.is_simple:
+        if entry.is_view:
+            return issue_view(cls, entry, graph, tensors[0], location)
         return _issue_entry(cls, entry, tuple(key), (func, args, kwargs or {}), graph, tensors, location)
     record = [entry.template, location]
     for tensor in tensors:

@@ -34,7 +34,10 @@ def is_default_mesh(mesh: DeviceMesh) -> bool:
 class Handle:
     """One value on the cluster. Symbols that stand for the same value share it; with the last one it is freed."""
 
-    __slots__ = ("__weakref__", "graph", "location", "origin", "value_id")
+    __slots__ = ("__weakref__", "graph", "location", "origin", "storage", "value_id")
+
+    #: Where the value begins in the memory of ``root``.
+    offset_bytes = 0
 
     def __init__(self, graph: Graph, value_id: int, origin: Any, location: int) -> None:
         self.graph = graph
@@ -43,6 +46,11 @@ class Handle:
         self.origin = origin
         self.location = location
 
+    @property
+    def root(self) -> Handle:
+        """The value whose memory this one shares: values with the same root see each other's writes."""
+        return self
+
     def __del__(self) -> None:
         # May run at any point of any thread, also inside the methods of Graph: it takes no lock.
         try:
@@ -50,6 +58,22 @@ class Handle:
         except AttributeError:
             return  # made without __init__, by a copy or a compiler: it holds nothing
         graph.dropped.append(self.value_id)
+
+
+class ViewHandle(Handle):
+    """A value that shares the memory of another one, ``offset_bytes`` (of the global tensor) behind its start."""
+
+    __slots__ = ("offset_bytes", "root")
+
+    def __init__(
+        self, graph: Graph, value_id: int, origin: Any, location: int, root: Handle, offset_bytes: int
+    ) -> None:
+        self.graph = graph
+        self.value_id = value_id
+        self.origin = origin
+        self.location = location
+        self.root = root  # type: ignore[misc]  # a slot in place of the property
+        self.offset_bytes = offset_bytes
 
 
 class Graph:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dtorch.dynamic import description_spec
-from dtorch.graph import Graph, Handle
+from dtorch.graph import FREE_BATCH, Graph, Handle, ViewHandle
 from dtorch.meshes import layout_record
-from dtorch.op_plan import LaterOutput, NewOutput, OpPlan, SameTensor, SameValue
+from dtorch.op_plan import LaterOutput, NewOutput, OpPlan, SameTensor, SameValue, Window
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes
@@ -37,12 +38,14 @@ class Entry:
         "func",
         "is_dynamic",
         "is_simple",
+        "is_view",
         "num_new",
         "plan",
         "shape",
         "spec",
         "stride",
         "template",
+        "view_offset_bytes",
     )
 
     def __init__(self, plan: OpPlan, template: int, func: Any, default_dtype: torch.dtype | None) -> None:
@@ -52,11 +55,11 @@ class Entry:
         self.func = func
         #: The default dtype that the plan depends on, or None.
         self.default_dtype = default_dtype
-        new = [output.spec for output in plan.outputs if isinstance(output, NewOutput)]
+        new = [output for output in plan.outputs if isinstance(output, NewOutput)]
         self.num_new = plan.num_made
         self.is_dynamic = plan.is_dynamic
         #: One op, one new tensor, nothing else to do: the path that has to be fast.
-        self.is_simple = (
+        is_simple = (
             plan.op is not None
             and plan.returns == "one"
             and len(new) == len(plan.outputs) == 1
@@ -64,11 +67,17 @@ class Entry:
             and not plan.num_seeds
             and default_dtype is None
         )
-        if self.is_simple:
-            self.spec = spec = new[0]
+        window = new[0].window if is_simple else None
+        self.is_simple = is_simple and window is None
+        #: The same for a view of its only input, whose handle has to say where in memory it is.
+        self.is_view = window is not None and len(plan.layouts) == 1 and not window.is_absolute
+        if is_simple:
+            self.spec = spec = new[0].spec
             self.shape = spec.shape
             self.stride = None if spec.stride == contiguous_stride(spec.shape) else spec.stride
             self.dtype = spec.dtype
+        if window is not None:
+            self.view_offset_bytes = window.offset * self.dtype.itemsize
 
     def __str__(self) -> str:
         return str(self.func).removeprefix("aten.").partition(".")[0]
@@ -80,6 +89,14 @@ def make_symbol(cls: type[torch.Tensor], spec: Spec, handle: Handle) -> Any:
     symbol._spec = spec
     symbol._handle = handle
     return symbol
+
+
+def make_view(cls: type[torch.Tensor], spec: Spec, handle: Handle, source: torch.Tensor) -> Any:
+    """A symbol for a view of ``source``: of a normal tensor a normal one, also in inference mode."""
+    if torch.is_inference_mode_enabled() and not source.is_inference():
+        with torch.inference_mode(False):
+            return make_symbol(cls, spec, handle)
+    return make_symbol(cls, spec, handle)
 
 
 def make_entry(
@@ -142,24 +159,51 @@ def issue(
     return _results(cls, entry, graph, tensors, ids, location)
 
 
+def issue_view(cls: type[torch.Tensor], entry: Entry, graph: Graph, source: Any, location: int) -> Any:
+    """``issue`` for a view of ``source``. As short as the path of ``dispatch``: loops are full of views."""
+    handle: Handle = source._handle
+    value_id = graph.new_value_id()
+    with graph.lock:
+        words = graph.words
+        is_first = not words
+        if len(graph.dropped) >= FREE_BATCH:
+            graph.free_dropped()
+        words += (entry.template, location, handle.value_id, value_id)
+        graph.num_ops += 1
+        if is_first:
+            graph.begin_batch()
+        elif graph.num_ops >= graph.max_ops:
+            graph.send_batch()
+    offset_bytes = handle.offset_bytes + entry.view_offset_bytes
+    view = ViewHandle(graph, value_id, entry, location, handle.root, offset_bytes)
+    if torch.is_inference_mode_enabled():
+        return make_view(cls, entry.spec, view, source)
+    result: Any = _make_wrapper(cls, entry.shape, strides=entry.stride, dtype=entry.dtype, device=DEVICE)
+    result._spec = entry.spec
+    result._handle = view
+    return result
+
+
 def _results(
     cls: type[torch.Tensor], entry: Entry, graph: Graph, tensors: Sequence[Any], ids: list[int], location: int
 ) -> Any:
     results: list[Any] = []
-    handles = [Handle(graph, value_id, entry, location) for value_id in ids]
+    handles = _handles(entry, graph, tensors, ids, location)
     later = _awaited(entry.plan, handles) if entry.is_dynamic else iter(())
     new = iter(handles)
     for output in entry.plan.outputs:
         match output:
-            case NewOutput(spec):
+            case NewOutput(spec, None):
                 results.append(make_symbol(cls, spec, next(new)))
+            case NewOutput(spec, Window(index)):
+                results.append(make_view(cls, spec, next(new), tensors[index]))
             case LaterOutput():
                 spec, handle = next(later), next(new)
                 results.append(None if spec is None else make_symbol(cls, spec, handle))
             case SameTensor(index):
                 results.append(tensors[index])
             case SameValue(index, spec):
-                results.append(make_symbol(cls, spec, tensors[index]._handle))
+                results.append(make_view(cls, spec, tensors[index]._handle, tensors[index]))
             case _:
                 results.append(None)
     match entry.plan.returns:
@@ -171,6 +215,25 @@ def _results(
             return results
         case "none":
             return None
+
+
+def _handles(
+    entry: Entry, graph: Graph, tensors: Sequence[Any], ids: list[int], location: int
+) -> list[Handle]:
+    """A handle for each value that the op makes; those of views know whose memory they share."""
+    handles = []
+    made = [output for output in entry.plan.outputs if isinstance(output, NewOutput | LaterOutput)]
+    for value_id, output in zip_longest(ids, made):
+        window = output.window if isinstance(output, NewOutput) else None
+        if window is None:
+            handles.append(Handle(graph, value_id, entry, location))
+        else:
+            source: Handle = tensors[window.index]._handle
+            start = window.offset * output.spec.dtype.itemsize
+            if not window.is_absolute:
+                start += source.offset_bytes
+            handles.append(ViewHandle(graph, value_id, entry, location, source.root, start))
+    return handles
 
 
 def _awaited(plan: OpPlan, handles: Sequence[Handle]) -> Iterator[Spec | None]:

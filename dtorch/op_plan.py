@@ -16,10 +16,23 @@ from dtorch_runtime.wire.records import Arg
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Where a view begins in the memory of input ``index``, in elements of the view.
+
+    ``offset`` counts from the first element of the input, or, when ``is_absolute``, from the start of the memory.
+    """
+
+    index: int
+    offset: int
+    is_absolute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class NewOutput:
-    """The op makes a value; the user gets a new symbol with this spec."""
+    """The op makes a value; the user gets a new symbol with this spec. A view shares memory with an input."""
 
     spec: Spec
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ class TensorMeta(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    #: Of a view: elements between the first of the tensor it looks at and its own first.
+    offset: int = 0
 
 
 #: One entry for each return of the schema: a tensor, several for a list, or None.
@@ -148,9 +150,12 @@ def _to_meta(value: Any) -> Any:
 
 def _from_meta(value: Any) -> TensorMeta | tuple[TensorMeta, ...] | None:
     if isinstance(value, torch.Tensor):
-        return TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype)
+        return TensorMeta(tuple(value.shape), tuple(value.stride()), value.dtype, int(value.storage_offset()))
     if isinstance(value, list | tuple):
-        return tuple(TensorMeta(tuple(item.shape), tuple(item.stride()), item.dtype) for item in value)
+        return tuple(
+            TensorMeta(tuple(item.shape), tuple(item.stride()), item.dtype, int(item.storage_offset()))
+            for item in value
+        )
     return None
 
 

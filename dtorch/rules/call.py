@@ -76,6 +76,8 @@ class Op:
             else None
             for r in schema.returns
         )
+        #: For each return, the parameter that it is a view of, or None.
+        self.viewed_parameter = tuple(_viewed(schema, i) for i in range(len(schema.returns)))
         tags = func.tags
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
@@ -87,6 +89,19 @@ class Op:
 
     def __repr__(self) -> str:
         return self.name
+
+
+def _viewed(schema: Any, position: int) -> str | None:
+    """The parameter whose memory a return shares without being it: ``Tensor(a)``, or ``Tensor(a)[]``."""
+    returned = schema.returns[position]
+    if str(returned.type) == "List[Tensor]":  # torch keeps no alias of a list's items
+        sources = [a for a in schema.arguments if a.alias_info and "*" in a.alias_info.after_set]
+    elif returned.alias_info and not returned.alias_info.is_write:
+        shared = returned.alias_info.before_set
+        sources = [a for a in schema.arguments if a.alias_info and a.alias_info.before_set & shared]
+    else:
+        return None
+    return sources[0].name if sources else None
 
 
 def _tensor_kind(type_name: str) -> str:

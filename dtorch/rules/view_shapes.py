@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -145,7 +146,8 @@ def select(call: Call) -> Metas | None:
         return None
     if not -spec.shape[dim] <= index < spec.shape[dim]:
         return None
-    return _permuted(spec, [d for d in range(len(spec.shape)) if d != dim])
+    (piece,) = _permuted(spec, [d for d in range(len(spec.shape)) if d != dim])
+    return (piece._replace(offset=index % spec.shape[dim] * spec.stride[dim]),)
 
 
 def slice_range(call: Call) -> tuple[int, int, int, int] | None:
@@ -169,7 +171,8 @@ def slice_(call: Call) -> Metas | None:
     shape, stride = list(spec.shape), list(spec.stride)
     shape[dim] = -(-(stop - start) // step)
     stride[dim] *= step
-    return _one(spec, tuple(shape), tuple(stride))
+    (piece,) = _one(spec, tuple(shape), tuple(stride))
+    return (piece._replace(offset=start * spec.stride[dim]),)
 
 
 def unbind(call: Call) -> Metas | None:
@@ -178,8 +181,7 @@ def unbind(call: Call) -> Metas | None:
     if dim is None or not spec.shape:
         return None
     (piece,) = _permuted(spec, [d for d in range(len(spec.shape)) if d != dim])
-    assert isinstance(piece, TensorMeta)
-    return ((piece,) * spec.shape[dim],)
+    return (tuple(piece._replace(offset=i * spec.stride[dim]) for i in range(spec.shape[dim])),)
 
 
 def split(call: Call) -> Metas | None:
@@ -197,10 +199,16 @@ def split(call: Call) -> Metas | None:
         lengths = list(call.get("split_sizes"))
         if sum(lengths) != size or any(n < 0 for n in lengths):
             return None
+    starts = itertools.accumulate(lengths, initial=0)
     return (
         tuple(
-            TensorMeta((*spec.shape[:dim], n, *spec.shape[dim + 1 :]), spec.stride, spec.dtype)
-            for n in lengths
+            TensorMeta(
+                (*spec.shape[:dim], n, *spec.shape[dim + 1 :]),
+                spec.stride,
+                spec.dtype,
+                start * spec.stride[dim],
+            )
+            for n, start in zip(lengths, starts)
         ),
     )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from dtorch import shapes
-from dtorch.op_plan import NewOutput, NoOutput, OpPlan, Output, SameTensor
+from dtorch.op_plan import NewOutput, NoOutput, OpPlan, Output, SameTensor, Window
 from dtorch.rules.call import ArgumentEncoder, Call, Op, encode_constant
 from dtorch.shapes import Metas, TensorMeta
 from dtorch.spec import intern_spec
@@ -159,7 +159,8 @@ def pack_outputs(
 ) -> tuple[Output, ...]:
     """An output for each tensor that the op returns."""
     outputs: list[Output] = []
-    for parameter, meta, layout in zip(call.op.returned_parameter, metas, layouts, strict=True):
+    returns = zip(call.op.returned_parameter, call.op.viewed_parameter, metas, layouts, strict=True)
+    for parameter, viewed, meta, layout in returns:
         if parameter is not None:
             index = call.operands[parameter]
             assert isinstance(index, int), f"{call.op} returns a list that it wrote to"
@@ -168,14 +169,20 @@ def pack_outputs(
             outputs.append(NoOutput())
         elif isinstance(meta, TensorMeta):
             assert isinstance(layout, Layout)
-            outputs.append(NewOutput(intern_spec(meta.shape, meta.dtype, layout, meta.stride)))
+            outputs.append(_output(call, viewed, meta, layout))
         else:
             each = [layout] * len(meta) if isinstance(layout, Layout) else layout
-            outputs.extend(
-                NewOutput(intern_spec(item.shape, item.dtype, where, item.stride))
-                for item, where in zip(meta, each, strict=True)
-            )
+            outputs.extend(_output(call, viewed, item, where) for item, where in zip(meta, each, strict=True))
     return tuple(outputs)
+
+
+def _output(call: Call, viewed: str | None, meta: TensorMeta, layout: Layout) -> NewOutput:
+    spec = intern_spec(meta.shape, meta.dtype, layout, meta.stride)
+    index = call.operands.get(viewed) if viewed is not None else None
+    if not isinstance(index, int):
+        return NewOutput(spec)
+    is_absolute = call.op.base == "aten::as_strided" and call.get("storage_offset") is not None
+    return NewOutput(spec, Window(index, meta.offset, is_absolute))
 
 
 def default_dtype(dtype: torch.dtype | None) -> torch.dtype:

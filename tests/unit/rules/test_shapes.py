@@ -61,6 +61,7 @@ def compare(sample: Sample, *, transposed: bool = False) -> bool:
     assert len(flat) == len(flat_want)
     for mine, theirs in zip(flat, flat_want, strict=True):
         assert (mine.shape, mine.dtype) == (tuple(theirs.shape), theirs.dtype)
+        assert mine.offset == theirs.storage_offset()
         if call.op.base in OWN_STRIDES:
             continue
         longer = [dim for dim, size in enumerate(mine.shape) if size != 1]
