@@ -75,6 +75,7 @@ def plan_cheapest(
     call = Call(op_of(func), args, kwargs)
     if call.op.writes:
         shapes.check_written(call)
+        _refuse_overlap(call)
     best: AutoPlan | None = None
     tried: set[Layouts] = set()
     for layouts in _candidates(call):
@@ -92,6 +93,17 @@ def plan_cheapest(
     if best is None:
         raise refused
     return replace(best, moves=_moves(call, best))
+
+
+def _refuse_overlap(call: Call) -> None:
+    """Torch refuses to write to an expanded tensor, and a converted copy would not show that it is one."""
+    for index in call.written:
+        spec = call.inputs[index]
+        if any(step == 0 and size > 1 for size, step in zip(spec.shape, spec.stride, strict=True)):
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                "location. Please clone() the tensor before performing the operation."
+            )
 
 
 def converted_spec(spec: Spec, layout: Layout) -> Spec:
@@ -255,8 +267,9 @@ def _ranked(call: Call, indices: Sequence[int], equation: Equation) -> list[Layo
         layouts = tuple(_layout(spec, i, combination) for i, spec in enumerate(inputs))
         cost = _total_cost(inputs, layouts, written)
         outputs = [placement for _, outs in combination for placement in outs]
-        num_changed = sum(layout is not spec.layout for layout, spec in zip(layouts, inputs, strict=True))
-        ranked.append(((cost, *_unsharded(outputs), num_changed, position), layouts))
+        changed = [layout is not spec.layout for layout, spec in zip(layouts, inputs, strict=True)]
+        num_targets = sum(changed[target] for target in written)
+        ranked.append(((cost, num_targets, *_unsharded(outputs), sum(changed), position), layouts))
     return [layouts for _, layouts in sorted(ranked, key=lambda item: item[0])]
 
 
