@@ -373,3 +373,15 @@ def fetched(tensor: Any) -> torch.Tensor:
     """The value of a symbol, as a CPU tensor of global shape, waited for; autograd does not see it."""
     future: TensorFuture = tensor._handle.graph.session.fetch(tensor._handle, tensor._spec)
     return future.get()
+
+
+@special(aten.is_same_size.default)
+def _is_same_size(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    return args[0].shape == args[1].shape
+
+
+@special(aten._has_same_storage_numel.default)
+def _has_same_storage_numel(
+    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int
+) -> Any:
+    return args[0].untyped_storage().nbytes() == args[1].untyped_storage().nbytes()

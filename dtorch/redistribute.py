@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.autograd import forward_ad
 
 from dtorch.issue import transfer
 from dtorch.location import capture
+from dtorch.spec import Spec
 from dtorch_runtime.errors import MeshError, PlacementError
 from dtorch_runtime.ir.layout import Layout, resolve_placements
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate
+
+aten = torch.ops.aten
 
 
 class _Redistribute(torch.autograd.Function):
@@ -21,8 +25,12 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, layout: Layout) -> Any:
-        ctx.source = tensor._spec.layout
+        ctx.source, ctx.target = tensor._spec.layout, layout
         return _move(tensor, layout)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, _: None) -> Any:
+        return _apply(tangent, ctx.target)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
@@ -49,9 +57,32 @@ def redistribute(tensor: Any, device_mesh: DeviceMesh | None, placements: Sequen
             )
         placements = spec.layout.placements
     layout = Layout(mesh, resolve_placements(placements, mesh, len(spec.shape)))
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if layout == spec.layout:
+        return aten.alias.default(tensor)
+    _check_ops(layout, spec)
+    if (tensor.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         return _apply(tensor, layout)
     return _move(tensor, layout)
+
+
+def _check_ops(layout: Layout, spec: Spec) -> None:
+    """
+    Raises:
+        PlacementError: the terms cannot be of this dtype: integers have no exact average, complex numbers no order.
+    """
+    ops = {p.op for p in layout.placements if isinstance(p, Partial)}
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if "avg" in ops and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        raise PlacementError(
+            f"Partial('avg') does not hold a tensor of {dtype}, whose averages are not of that dtype; "
+            f"write Partial('sum'), or x.to(torch.float32) first"
+        )
+    unordered = ops & {"max", "min"}
+    if unordered and spec.dtype.is_complex:
+        raise PlacementError(
+            f"Partial('{min(unordered)}') does not hold a tensor of {dtype}, which has no order; "
+            f"write Partial('sum') or Partial('prod')"
+        )
 
 
 def _move(tensor: Any, layout: Layout) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import dtorch
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
@@ -80,6 +81,24 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         x.redistribute(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(torch.int64, "avg"), (torch.bool, "avg"), (torch.complex64, "max"), (torch.complex64, "min")],
+    ids=str,
+)
+def test_terms_that_the_dtype_cannot_have_are_refused(
+    controller: Controller, dtype: torch.dtype, op: Any
+) -> None:
+    whole = dtorch.ones(4, dtype=dtype, device_mesh=MESH)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        dtorch.PlacementError, match=rf"Partial\('{op}'\) does not hold a tensor of {name}.*write"
+    ):
+        whole.redistribute(placements=[Partial(op), Replicate()])
+    with pytest.raises(dtorch.PlacementError, match="does not hold"):
+        dtorch.ones(4, dtype=dtype, device_mesh=MESH, placements=[Partial(op), Replicate()])
 
 
 @pytest.mark.parametrize(
