@@ -64,7 +64,7 @@ def infer(call: Call) -> Metas:
         ShapeNeedsData: torch has no meta kernel, or the shape depends on data.
     """
     function = shape_function(call)
-    if function is not None and not call.op.writes:
+    if function is not None and not any(call.op.returned_parameter):
         metas = function(call)
         if metas is not None:
             return metas

@@ -155,9 +155,13 @@ def check_written_placements(
 ) -> None:
     """A tensor that is written to keeps its placement: the result must come out there.
 
+    An op that writes beside its results (running statistics) takes its targets as inputs, and says no more.
+
     Raises:
         PlacementError: it comes out elsewhere.
     """
+    if call.op.returns and not any(call.op.returned_parameter):
+        return
     for target, layout, shape in zip(call.written, matched.outputs, out_shapes):
         have = call.inputs[target].layout
         if shape is None or same_pieces(shape, have, layout):
@@ -288,7 +292,8 @@ class Binder:
 def _operands(call: Call) -> list[str]:
     """Tensor parameters in order, without those of ``out=``."""
     op = call.op
-    return [p.name for p in op.tensor_parameters if not (p.writes and not op.is_inplace)]
+    is_out = () if op.is_inplace else op.returned_parameter
+    return [p.name for p in op.tensor_parameters if not (p.writes and p.name in is_out)]
 
 
 def _is_constant(call: Call, name: str) -> bool:

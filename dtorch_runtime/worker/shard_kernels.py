@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from dtorch_runtime.worker import piece_kernels as _piece_kernels  # noqa: F401  registers its kernels
+from dtorch_runtime.worker import (  # noqa: F401  register their kernels
+    nn_kernels as _nn_kernels,
+    piece_kernels as _piece_kernels,
+)
 from dtorch_runtime.worker.kernels import find_kernel, kernel
 
 
@@ -78,34 +81,6 @@ def divided(operator: str, args: list[Any], divisor: float, **kwargs: Any) -> to
     """A local sum as a part of a global mean: what ``operator`` gives, divided by the global count."""
     total: torch.Tensor = find_kernel(operator).function(*args, **kwargs)
     return total.div(divisor)
-
-
-@kernel("nll_loss_shard", num_returns=2)
-def nll_loss_shard(
-    log_probabilities: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    ignore_index: int,
-    start: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This device's term of a mean loss over all rows, and the global sum of weights.
-
-    Args:
-        log_probabilities: [local rows, classes].
-        target: [global rows], on every device.
-        weight: [classes] or None.
-        start: global row of ``log_probabilities[0]``.
-    """
-    kept = target != ignore_index
-    each = kept.to(log_probabilities.dtype)
-    if weight is not None:
-        each = each * weight[target.masked_fill(~kept, 0)]
-    total = each.sum()
-    mine = target[start : start + log_probabilities.shape[0]]
-    summed = torch.nn.functional.nll_loss(
-        log_probabilities, mine, weight, ignore_index=ignore_index, reduction="sum"
-    )
-    return summed / total, total
 
 
 @kernel("attention")

@@ -174,6 +174,7 @@ NN = [
             None,
             r,
             -100,
+            moves_bytes=r == 1,
             name=f"nll2d {r}",
         )
         for r in (0, 1, 2)
