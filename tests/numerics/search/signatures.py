@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,12 @@ from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard, sp
 from tests.support.rule_checks import Sample, expected, replace_tensors, tensors_of
 
 #: How the results of ranks may be terms of the result, in the order in which they are tried.
-_TERMS = ("sum", "max", "min", "prod")
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
 _NUM_RANKS = (2, 3)
 #: An op of many tensors has too many combinations: these many are drawn, the most regular first.
 _MAX_COMBINATIONS = 160
@@ -146,7 +151,7 @@ def _fits(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> Iterator[Place
     if all(p.shape == whole.shape for p in pieces):
         if all(same(p, whole) for p in pieces):
             yield Replicate()
-        for op in _TERMS:
+        for op in _COMBINE:
             if _is_reduced(pieces, whole, op):
                 yield Partial(op)  # type: ignore[arg-type]  # one of the kinds
     for dim in range(whole.ndim):
@@ -162,7 +167,7 @@ def _fits(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> Iterator[Place
 def _is_reduced(pieces: Sequence[torch.Tensor], whole: torch.Tensor, op: str) -> bool:
     if whole.dtype is torch.bool or (op in ("max", "min") and whole.is_complex()):
         return False
-    combine = {"sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum}[op]
+    combine = _COMBINE[op]
     result = pieces[0]
     for term in pieces[1:]:
         result = combine(result, term)
