@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from dtorch.issue import Entry, issue, make_entry, transfer
 from dtorch.op_plan import OpPlan, SameTensor
 from dtorch.propagate import propagate
 from dtorch.rules.call import op_of
+from dtorch.shapes import is_dense
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Shard
@@ -79,6 +80,29 @@ def issue_converted(
     return targets.get(id(result), result)
 
 
+def is_entangled(found: AutoEntry, tensors: Sequence[Any]) -> bool:
+    """Whether an op on lists writes to memory that it uses at another position too, so that the order counts."""
+    written = found.entry.plan.mutates
+    if len(written) < 2:
+        return False
+    roots = [tensor._handle.root for tensor in tensors]
+    return any(roots.count(roots[index]) > 1 for index in written)
+
+
+def one_by_one(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of an op on lists for each position of the first list."""
+    length = len(args[0])
+    for position in range(length):
+
+        def part(value: Any, at: int = position) -> Any:
+            is_list = isinstance(value, list | tuple) and len(value) == length
+            return value[at : at + 1] if is_list else value
+
+        yield tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
+
+
 def converted(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int) -> Any:
     """A copy with another layout, its dims in the same order in memory; see ``auto_plan.converted_spec``."""
     order = memory_order(tensor._spec)
@@ -119,9 +143,10 @@ def copy_into(cls: type[torch.Tensor], target: Any, source: Any, location: int) 
     issue(cls, entry, graph, (target, source), location)
 
 
-def _refuse_part_of_storage(tensor: torch.Tensor) -> None:
+def _refuse_part_of_storage(tensor: Any) -> None:
     """``as_strided`` counts in the memory of the base, and a converted copy has only the tensor."""
-    if tensor.is_inference() or tensor._is_view():
+    handle = tensor._handle
+    if handle.root is not handle or not is_dense(tensor._spec.shape, tensor._spec.stride):
         raise PlacementError(
             "as_strided of a view of a tensor that is cut cannot be computed: a copy on other devices has not the same "
             "memory around it; write as_strided on the base, or index it"

@@ -82,7 +82,7 @@ def plan_cheapest(
         if layouts in tried or len(tried) > MAX_PLANNED:
             continue
         tried.add(layouts)
-        if best is not None and _total_cost(call.inputs, layouts, call.written) >= best.cost_bytes:
+        if best is not None and _total_cost(call.inputs, layouts, _written(call)) >= best.cost_bytes:
             break
         found = _planned(call, layouts)
         if found is not None and (best is None or found.cost_bytes < best.cost_bytes):
@@ -188,6 +188,14 @@ def _total_cost(inputs: Sequence[Spec], layouts: Sequence[Layout], written: Sequ
     )
 
 
+def _written(call: Call) -> tuple[int, ...]:
+    """The inputs that must have what the op wrote."""
+    if not call.op.unsaid_writes or not call.get("training"):
+        return call.written
+    unsaid = (call.operands[name] for name in call.op.unsaid_writes)
+    return (*call.written, *(index for index in unsaid if isinstance(index, int)))
+
+
 def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
     """The plan of one candidate; None when the rule refuses it."""
     conversions = [
@@ -202,7 +210,8 @@ def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
         return None
     if call.op.is_view and plan.conversions:
         return None  # the result must be a view of the one copy that is kept equal to the tensor
-    back = tuple(index for index, _ in conversions if index in plan.mutates)
+    written = _written(call)
+    back = tuple(index for index, _ in conversions if index in written)
     cost = _total_cost(call.inputs, layouts, back)
     cost += sum(_cost(changed.inputs[index], layout) for index, layout in plan.conversions)
     return AutoPlan(plan, tuple(conversions), back, cost)
@@ -255,7 +264,7 @@ def _ranked(call: Call, indices: Sequence[int], equation: Equation) -> list[Layo
     """Layouts for the inputs of an equation, the fewest bytes first, then those with sharded results."""
     assert call.mesh is not None
     inputs = [call.inputs[i] for i in indices]
-    written = [indices.index(i) for i in call.written if i in indices]
+    written = [indices.index(i) for i in _written(call) if i in indices]
     per_axis = [_choices(equation, inputs, axis, written) for axis in range(call.mesh.ndim)]
     limit = max(2, int(MAX_RANKED ** (1 / len(per_axis))))
     best_per_axis = [
@@ -292,7 +301,7 @@ def _choices(equation: Equation, inputs: Sequence[Spec], axis: int, written: Seq
                 for own, dims, c in zip(have, equation.inputs, signature.inputs, strict=True)
             ]
             for target, output in zip(written, outputs):
-                if equation.inputs[target] is None:
+                if equation.inputs[target] is None:  # that of out=, which is where the result is
                     placements[target] = _kept(have[target], output)
             found[tuple(placements), outputs] = None
     return list(found)
@@ -358,10 +367,10 @@ def _by_trial(call: Call) -> Iterator[Layouts]:
     limit = max(2, int(MAX_RANKED ** (1 / len(call.inputs))))
     for index, spec in enumerate(call.inputs):
         layouts = [layout_of(spec.layout.mesh, placements) for placements in _all_placements(spec)]
-        costs = {layout: _cost(spec, layout, and_back=index in call.written) for layout in layouts}
+        costs = {layout: _cost(spec, layout, and_back=index in _written(call)) for layout in layouts}
         options.append(sorted(layouts, key=costs.__getitem__)[:limit])
     ranked = [
-        (_total_cost(call.inputs, layouts, call.written), position, layouts)
+        (_total_cost(call.inputs, layouts, _written(call)), position, layouts)
         for position, layouts in enumerate(itertools.product(*options))
     ]
     return (layouts for _, _, layouts in sorted(ranked, key=lambda item: item[:2]))

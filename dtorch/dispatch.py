@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dtorch import auto
-from dtorch.auto_issue import AutoEntry, issue_converted
+from dtorch.auto_issue import AutoEntry, is_entangled, issue_converted, one_by_one
 from dtorch.entries import entry_of
 from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle
@@ -186,6 +186,10 @@ def _dispatch_slowly(
             return result
     if is_composite(func):
         return func.decompose(*args, **kwargs)
+    if is_custom(func) and known_call is not None:
+        first = known_call[1][0]
+        with first.graph.device_mesh_guard(first.device_mesh):  # for what it makes beside its inputs
+            return func._op_dk(_EXPLICIT, *args, **kwargs)
     if known_call is None:
         return make(cls, func, args, kwargs, None, location)
     key, tensors, graph = known_call

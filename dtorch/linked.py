@@ -14,6 +14,7 @@ A linked view is of a class of its own, so that ops with one come to ``dispatch_
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 
 from dtorch import auto
 from dtorch.auto import Moved
-from dtorch.auto_issue import converted, copy_into
+from dtorch.auto_issue import converted, copy_into, one_by_one
 from dtorch.auto_plan import moved_bytes
 from dtorch.dispatch import SPECIAL, dispatch, is_composite
 from dtorch.graph import Handle
@@ -65,6 +66,12 @@ class Mirror:
         self._copy(self.base, self.copy, "refreshed")
         self.seen = now
 
+    def forget(self) -> None:
+        """Something may have been written that the stamp does not show."""
+        self.seen = -1
+        if self.outer is not None:
+            self.outer.forget()
+
     def push(self, now: int) -> None:
         """Bring the copy, which was written to, back into the base."""
         self._copy(self.copy, self.base, "back")
@@ -87,8 +94,11 @@ def stamp(tensor: torch.Tensor) -> int:
     return auto.last_write() if tensor.is_inference() else tensor._version
 
 
-def link(spec: Spec, handle: Handle, mirror: Mirror) -> LinkedTensor:
-    """The symbol of a view of a mirror."""
+def link(spec: Spec, handle: Handle, mirror: Mirror, base: torch.Tensor) -> LinkedTensor:
+    """The symbol of a view of a mirror: of a normal tensor a normal one, also in inference mode."""
+    if torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):
+            return link(spec, handle, mirror, base)
     symbol: Any = _make_wrapper(
         LinkedTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE
     )
@@ -102,8 +112,8 @@ def link_results(result: Any, base: Any, copy: Any, name: str) -> Any:
     """The views that an op made of ``copy``, a converted copy of ``base``, as views of ``base``."""
     mirror = Mirror(plain_symbol(base), copy, stamp(base), name)
     if isinstance(result, list | tuple):
-        return type(result)(link(item._spec, item._handle, mirror) for item in result)
-    return link(result._spec, result._handle, mirror)
+        return type(result)(link(item._spec, item._handle, mirror, base) for item in result)
+    return link(result._spec, result._handle, mirror, base)
 
 
 def dispatch_linked(
@@ -125,8 +135,15 @@ def dispatch_linked(
     _refuse_storage_tricks(op)
     written = _written(op, args, kwargs)
     targets = [tensor for tensor in written if type(tensor) is LinkedTensor]
-    if targets and len(written) > 1:
-        _check_independent(op, written)
+    if op.writes_lists and len(args[0]) > 1 and _is_entangled(written, (args, kwargs)):
+        for part in one_by_one(args, kwargs):
+            _again(func, *part)
+        return None
+    if targets and not _are_independent(written):
+        raise PlacementError(
+            f"{op} writes to several views of one tensor, which auto_redistribute() made on other devices; "
+            f"write to them one after the other"
+        )
     twins: dict[int, tuple[Any, Any]] = {}
     plain_args, plain_kwargs = _with_twins(args, twins), _with_twins(kwargs, twins)
     result = dispatch(Tensor, func, types, plain_args, plain_kwargs)
@@ -141,7 +158,7 @@ def dispatch_linked(
 def _relinked(item: Any, source: LinkedTensor) -> Any:
     """A view of a linked view: of the same mirror, or of one whose base is that view."""
     if type(item) is not LinkedTensor:
-        return link(item._spec, item._handle, source._mirror)
+        return link(item._spec, item._handle, source._mirror, source)
     item._mirror.outer = source._mirror
     item._mirror.seen = stamp(source)
     return item
@@ -179,30 +196,53 @@ def plain_symbol(tensor: Any) -> Tensor:
 
 def _written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
-    for name in op.writes:
+    for name in (*op.writes, *op.unsaid_writes):
         position = op.position[name]
         value = args[position] if position < len(args) else kwargs.get(name)
         found.extend(value if isinstance(value, list | tuple) else [value])
     return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-def _check_independent(op: Op, written: Sequence[Any]) -> None:
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One of several calls that torch sees as one, and counts as one write."""
+    linked = [value for value in _flat((args, kwargs)) if type(value) is LinkedTensor]
+    for tensor in linked:
+        tensor._mirror.forget()
+    if linked:
+        dispatch_linked(Tensor, func, (), args, kwargs)
+    else:
+        dispatch(Tensor, func, (), args, kwargs)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _flat(item)]
+    return _flat(list(value.values())) if isinstance(value, dict) else [value]
+
+
+def _is_entangled(written: Sequence[Any], arguments: Any) -> bool:
+    """Whether memory that is written at one position of the lists is used at another one too."""
+    roots = [_root(value) for value in _flat(arguments) if isinstance(value, Tensor)]
+    return any(roots.count(_root(tensor)) > 1 for tensor in written)
+
+
+def _are_independent(written: Sequence[Any]) -> bool:
     """A mirror is brought back as a whole: an op that also writes to its base in another way would be undone."""
-    for position, one in enumerate(written):
-        for other in written[position + 1 :]:
-            mirrors = {getattr(tensor, "_mirror", None) for tensor in (one, other)}
-            if mirrors == {None} or len(mirrors) == 1:
-                continue
-            if one.is_inference() or other.is_inference() or _root(one) is _root(other):
-                raise PlacementError(
-                    f"{op} writes to several views of one tensor, which auto_redistribute() made on other devices; "
-                    f"write to them one after the other"
-                )
+    for one, other in itertools.combinations(written, 2):
+        mirrors = {getattr(tensor, "_mirror", None) for tensor in (one, other)}
+        if len(mirrors) > 1 and _root(one) is _root(other):
+            return False
+    return True
 
 
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    base = tensor._base if tensor._is_view() else None
-    return tensor if base is None else base
+def _root(tensor: Any) -> Handle:
+    """The value in whose memory a tensor is, or in whose memory it would be."""
+    mirror: Mirror | None = getattr(tensor, "_mirror", None)
+    if mirror is None:
+        return tensor._handle.root  # type: ignore[no-any-return]  # of a Tensor
+    while mirror.outer is not None:
+        mirror = mirror.outer
+    return mirror.base._handle.root  # type: ignore[no-any-return]  # of a Tensor
 
 
 _STORAGE_TRICKS = frozenset({"aten::as_strided", "aten::as_strided_", "aten::set_", "aten::resize_"})

@@ -42,6 +42,9 @@ class Parameter:
     default: Any
 
 
+_UNSAID_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
+
+
 class Op:
     """What is fixed for an overload, read once from its schema."""
 
@@ -64,6 +67,8 @@ class Op:
         self.position = {p.name: i for i, p in enumerate(self.parameters)}
         self.tensor_parameters = tuple(p for p in self.parameters if p.tensors)
         self.writes = tuple(p.name for p in self.parameters if p.writes)
+        #: Parameters that the kernel writes to though the schema does not say so.
+        self.unsaid_writes: tuple[str, ...] = _UNSAID_WRITES.get(self.base, ())
         self.returns = tuple(_tensor_kind(str(r.type)) for r in schema.returns)
         aliases: dict[str, str] = {}
         for a in schema.arguments:
@@ -85,6 +90,10 @@ class Op:
         self.has_generator = "generator" in self.position
         #: Whether the results are other looks at the memory of the first tensor.
         self.is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        #: Whether it is one op on each position of lists, which it writes to and does not return.
+        self.writes_lists = (
+            not schema.returns and self.parameters[:1] != () and self.parameters[0].tensors == "list"
+        )
         self.is_inplace = bool(self.writes) and self.writes[0] == self.parameters[0].name
 
     def __repr__(self) -> str:

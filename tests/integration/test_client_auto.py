@@ -1,0 +1,347 @@
+"""Programs in ``auto_redistribute()`` give what plain PyTorch gives, however their tensors are placed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtorch
+from dtorch import DeviceMesh, Partial, Replicate, Shard
+
+A = torch.arange(24, dtype=torch.float32).reshape(4, 6) / 7 - 1.3
+B = torch.arange(24, dtype=torch.float32).reshape(4, 6).flip(0) / 5 - 2.1
+PLACEMENTS: list[Any] = [Replicate(), Shard(0), Shard(1), Partial()]
+GRID_PLACEMENTS = [
+    (Shard(0), Shard(1)),
+    (Shard(1), Shard(1)),
+    (Partial(), Shard(0)),
+    (Replicate(), Partial()),
+]
+
+
+def send(tensor: torch.Tensor, mesh: DeviceMesh, *placements: Any, grad: bool = False) -> dtorch.Tensor:
+    return dtorch.from_torch(
+        tensor.detach(), device_mesh=mesh, placements=placements or None, requires_grad=grad
+    )
+
+
+def check(results: Any, expected: Any) -> None:
+    """The same values, shapes and dtypes."""
+    if isinstance(expected, list | tuple):
+        assert len(results) == len(expected)
+        for one, other in zip(results, expected, strict=True):
+            check(one, other)
+    else:
+        assert isinstance(results, dtorch.Tensor)
+        torch.testing.assert_close(results.to_torch(), expected.detach())
+        assert results.stride() == expected.stride()
+
+
+def check_program(
+    mesh: DeviceMesh, program: Callable[..., Any], placements: Any, *given: torch.Tensor
+) -> None:
+    with dtorch.auto_redistribute():
+        results = program(*(send(t, mesh, *p) for t, p in zip(given, placements, strict=True)))
+    check(results, program(*(t.clone() for t in given)))
+
+
+# ---- values ----
+
+
+def _in_place(a: Any, b: Any) -> Any:
+    same = a.add_(b)
+    assert same is a
+    b.mul_(2).cumsum_(0)
+    a.clamp_(max=1).sub_(b)
+    torch._foreach_add_([a, b], [b, a])
+    return a, b
+
+
+def _out(a: Any, b: Any) -> Any:
+    target = torch.zeros_like(b)
+    assert torch.add(a, b, out=target) is target
+    torch.cumsum(target, 1, out=a)
+    return a, target
+
+
+FUNCTIONS: list[Callable[[Any, Any], Any]] = [
+    lambda a, b: a + b,
+    lambda a, b: (a @ b.t()).relu(),
+    lambda a, b: torch.cat([a.cumsum(0), b.cumsum(1)]),
+    lambda a, b: torch.where(a > b, a.exp(), b),
+    lambda a, b: F.linear(a, b).softmax(0),
+    lambda a, b: (a.t() * b.t()).cumsum(0),
+    lambda a, b: a.sort(0).values - b.flip(1),
+    lambda a, b: torch.stack([a, b]).amax((0, 2)),
+    lambda a, b: F.layer_norm(a, (6,), b[0], b[1]),
+    lambda a, b: F.pad(a, (1, 2, 1, 0)).sum(0)[:6] / (b.var() + 1),
+    _in_place,
+    _out,
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=range(len(FUNCTIONS)))
+def test_functions(mesh: DeviceMesh, function: Callable[..., Any]) -> None:
+    for a, b in itertools.product(PLACEMENTS, PLACEMENTS):
+        check_program(mesh, function, ((a,), (b,)), A, B)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=range(len(FUNCTIONS)))
+def test_functions_on_a_grid(grid: DeviceMesh, function: Callable[..., Any]) -> None:
+    for a, b in itertools.pairwise([*GRID_PLACEMENTS, GRID_PLACEMENTS[0]]):
+        check_program(grid, function, (a, b), A, B)
+
+
+def test_strict_outside_and_auto_inside(mesh: DeviceMesh) -> None:
+    x, y = send(A, mesh, Shard(0)), send(B, mesh, Shard(1))
+    for _ in range(2):
+        with pytest.raises(dtorch.PlacementError, match="auto_redistribute"):
+            x + y
+        with dtorch.auto_redistribute():
+            check(x + y, A + B)
+            with dtorch.auto_redistribute(enabled=False), pytest.raises(dtorch.PlacementError):
+                x + y
+
+
+def test_meshes_are_not_mixed(mesh: DeviceMesh) -> None:
+    other = DeviceMesh("cpu", [2, 3])
+    with dtorch.auto_redistribute(), pytest.raises(dtorch.MeshError):
+        send(A, mesh, Shard(0)) + send(B, other, Shard(0))
+
+
+def test_the_list_names_lines_and_bytes(mesh: DeviceMesh) -> None:
+    with dtorch.auto_redistribute():
+        x, y = send(A, mesh, Shard(0)), send(B, mesh, Shard(1))
+        for _ in range(3):
+            x + y
+    (record,) = dtorch.explain_redistributions()
+    assert record.op == "aten::add.Tensor"
+    assert (record.operand, record.source, record.target) == ("other", (Shard(1),), (Shard(0),))
+    assert record.count == 3
+    assert record.num_bytes == 3 * 2 * 24  # each of two devices receives a quarter of 96 bytes
+    assert "test_client_auto.py" in record.location
+    assert "x + y" in record.location
+
+
+# ---- gradients ----
+
+
+def _through_views(a: Any, b: Any) -> Any:
+    y = a * 2
+    y[1:3].mul_(b[1:3])
+    y.view(-1)[3:9].add_(b.reshape(-1)[3:9])
+    y.t()[0:2].exp_()
+    return (y**2).sum()
+
+
+LOSSES: list[Callable[[Any, Any], torch.Tensor]] = [
+    lambda a, b: ((a * b).cumsum(0) ** 2).sum(),
+    lambda a, b: F.linear(a, b).log_softmax(-1)[1:3].sum(),
+    lambda a, b: (a.cumsum(0).t() @ b.cumsum(1)).var(),
+    lambda a, b: (a[:, ::2] * b[:, 1::2]).prod(1).mean(),
+    _through_views,
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=range(len(LOSSES)))
+def test_gradients(mesh: DeviceMesh, loss: Callable[..., torch.Tensor]) -> None:
+    leaves = [t.clone().requires_grad_() for t in (A, B)]
+    loss(*leaves).backward()
+    for a, b in itertools.product(PLACEMENTS, PLACEMENTS):
+        symbols = [send(A, mesh, a, grad=True), send(B, mesh, b, grad=True)]
+        with dtorch.auto_redistribute():
+            loss(*symbols).backward()
+        for symbol, leaf in zip(symbols, leaves, strict=True):
+            assert symbol.grad is not None
+            torch.testing.assert_close(symbol.grad.to_torch(), leaf.grad)  # type: ignore[operator]  # a dtorch.Tensor
+
+
+def test_a_backward_pass_is_in_the_scope_it_was_started_in(mesh: DeviceMesh) -> None:
+    """The gradient of x comes back cut otherwise than x's other factor is."""
+
+    class Recut(torch.autograd.Function):
+        """A gradient that no signature of ``mul`` fits."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient.redistribute(placements=[Shard(1)])
+
+    def recut() -> torch.Tensor:
+        x, y = send(A, mesh, Shard(0), grad=True), send(B, mesh, Shard(0))
+        return Recut.apply(x.mul(y)).sum()  # type: ignore[no-any-return]  # a tensor
+
+    outside = recut()
+    with dtorch.auto_redistribute():
+        inside = recut()
+        outside.backward()
+        strict = recut()
+        with dtorch.auto_redistribute(enabled=False), pytest.raises(dtorch.PlacementError):
+            strict.backward()
+    with pytest.raises(dtorch.PlacementError):
+        inside.backward()
+
+
+def test_gradients_add_up_wherever_they_are(mesh: DeviceMesh) -> None:
+    leaf = A.clone().requires_grad_()
+    x = send(A, mesh, Shard(0), grad=True)
+    for placement in PLACEMENTS[:3]:
+        (leaf * B).sum().backward()
+        with dtorch.auto_redistribute():
+            (x.redistribute(placements=[placement]) * send(B, mesh, placement)).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.to_torch(), leaf.grad)  # type: ignore[operator]  # a dtorch.Tensor
+
+
+# ---- models ----
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.last = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.norm(self.first(x).relu()).chunk(2, dim=1)[0]
+        result: torch.Tensor = self.last(torch.cat([hidden, hidden * 2], dim=1))
+        return result
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    # A bias before a normalization has no gradient but rounding; eps keeps AdamW from dividing it by itself.
+    [partial(torch.optim.SGD, lr=0.1, weight_decay=0.01), partial(torch.optim.AdamW, lr=0.1, eps=1e-2)],
+    ids=["SGD", "AdamW"],
+)
+def test_training_with_parameters_placed_anyhow(mesh: DeviceMesh, optimizer: Any) -> None:
+    torch.manual_seed(0)
+    plain = _Model().double()
+    with dtorch.Graph.default_graph().device_mesh_guard(mesh):
+        remote = _Model().double()
+        remote.load_state_dict(plain.state_dict())
+        placements = itertools.cycle([Shard(0), Replicate(), Shard(0)])
+        for module in remote.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        where = next(placements) if tensor.ndim else Replicate()
+                        symbol: Any = send(tensor, mesh, where)
+                        tensors[name] = (
+                            torch.nn.Parameter(symbol) if tensors is module._parameters else symbol
+                        )
+        x, y = torch.randn(5, 6).double(), torch.randn(5, 3).double()
+        losses = []
+        for model, send_ in ((plain, lambda t: t), (remote, lambda t: send(t, mesh, Shard(1)))):
+            steps = optimizer(model.parameters())
+            for step in range(3):
+                with dtorch.auto_redistribute():
+                    if step != 1:  # the gradients of two steps add up
+                        steps.zero_grad()
+                    loss = F.mse_loss(model(send_(x)), send_(y))
+                    loss.backward()
+                    steps.step()
+            losses.append(loss.item())
+        torch.testing.assert_close(losses[0], losses[1])
+        for (name, one), other in zip(plain.state_dict().items(), remote.state_dict().values(), strict=True):
+            torch.testing.assert_close(one, other.to_torch(), msg=lambda text, name=name: f"{name}: {text}")
+
+
+# ---- views ----
+
+
+def _views(t: Any) -> Any:
+    """Writes through views of one tensor, each seen by the others."""
+    found = []
+    rows, columns, flat = t[1:3], t.t()[:, 0:2], t.view(-1)
+    rows.add_(1)
+    found += [columns.clone(), flat[2:5] * 2]
+    t.mul_(2)
+    found += [rows * 1, columns.sum()]
+    columns[0].fill_(3)
+    found += [flat.clone(), rows.clone()]
+    flat[3:9].neg_()
+    found += [t.clone(), columns + 1]
+    t.diagonal().zero_()
+    t.split(1)[2].copy_(t[0:1])
+    flat.unfold(0, 4, 4)[1].add_(5)
+    first, second = t.unbind(0)[:2]
+    first.add_(second)
+    found += [rows[0] * 1, flat.detach() * 1]
+    rows[:, 1] = 9
+    t[0] += 1
+    found += [t * 1, flat * 1, rows.view(-1)[2:] * 1, columns.t()[1] * 1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__
+)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Partial()], ids=str)
+def test_views_and_bases_see_each_others_writes(mesh: DeviceMesh, mode: Any, placement: Any) -> None:
+    with mode():
+        check_program(mesh, _views, [(placement,)], A)
+
+
+def test_views_on_a_grid(grid: DeviceMesh) -> None:
+    for placements in GRID_PLACEMENTS:
+        check_program(grid, _views, [placements], A)
+
+
+def test_a_linked_view_outlives_scope_and_base(mesh: DeviceMesh) -> None:
+    x, a = send(A, mesh, Shard(0)), A.clone()
+    with dtorch.auto_redistribute():
+        view = x[1:3]
+    assert isinstance(view, dtorch.Tensor)
+    for base, part in ((x, view), (a, a[1:3])):
+        part.mul_(2)
+        base.add_(1)
+        part.sub_(3)
+    check(view, a[1:3])
+    check(x, a)
+    handle = x.detach()
+    del x
+    view.zero_()
+    a[1:3].zero_()
+    check(handle, a)
+
+
+def _overlapping_lists(t: Any) -> Any:
+    """Each position sees what the ones before it wrote."""
+    torch._foreach_add_([t[0:2], t[1:3], t], 1.0)
+    torch._foreach_mul_([t[:, 0:3], t[1]], [t[:, 3:6], t[2]])
+    return t
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_lists_of_views_are_written_in_order(mesh: DeviceMesh, placement: Any) -> None:
+    check_program(mesh, _overlapping_lists, [(placement,)], A)
+
+
+def test_what_links_cannot_do_is_refused(mesh: DeviceMesh) -> None:
+    x = send(A, mesh, Shard(0))
+    with dtorch.auto_redistribute():
+        one, other = x[1:3], x[0:2]
+        with pytest.raises(dtorch.PlacementError, match="one after the other"):
+            torch.aminmax(send(B, mesh), dim=0, out=(one[0], other[1]))
+        with pytest.raises(dtorch.PlacementError, match="memory"):
+            one.as_strided((2, 2), (1, 1))
+        with pytest.raises(dtorch.PlacementError, match="base"):
+            one.data = other
+    check(x, A)
+
+
+def test_writing_to_an_expanded_tensor_is_refused_as_in_torch(mesh: DeviceMesh) -> None:
+    expanded = send(A[0], mesh, Shard(0)).expand(4, 6)
+    with dtorch.auto_redistribute(), pytest.raises(RuntimeError, match="more than one element"):
+        expanded.add_(send(B, mesh, Shard(0)))
