@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from dtorch import autocast, dynamic_calls, engine, random, recurrent
+from dtorch import autocast, dynamic_calls, engine, random, recurrent, transforms
 from dtorch.dispatch import KEPT_WHOLE, LinkedArgument, dispatch
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
@@ -76,6 +76,7 @@ def register() -> None:
             aten.tensor_split.tensor_indices_or_sections, dynamic_calls.tensor_split, "AutogradPrivateUse1"
         )
         autocast.register(ops)
+        transforms.let_trace(Tensor)
         _use_foreach_optimizers()
 
 
@@ -91,10 +92,15 @@ def _maker(func: Any) -> Any:
 
 
 def _whole(func: Any) -> Any:
-    """One op when no gradient is wanted; else products with our derivatives, others as torch decomposes them."""
+    """One op when no gradient is wanted; else products with our derivatives, others as torch decomposes them.
+
+    Under ``torch.func`` and forward-mode derivatives torch decomposes all: its rules are for the parts.
+    """
     differentiable = DIFFERENTIABLE.get(func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if transforms.is_active():
+            return func._op_dk(_COMPOSITE, *args, **kwargs)
         if torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
         ):

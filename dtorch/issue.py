@@ -198,8 +198,8 @@ def _results(
             case NewOutput(spec, Window(index)):
                 results.append(make_view(cls, spec, next(new), tensors[index]))
             case LaterOutput():
-                spec, handle = next(later), next(new)
-                results.append(None if spec is None else make_symbol(cls, spec, handle))
+                found, handle = next(later), next(new)
+                results.append(None if found is None else make_symbol(cls, found, handle))
             case SameTensor(index):
                 results.append(tensors[index])
             case SameValue(index, spec):
