@@ -158,6 +158,7 @@ def _generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Genera
 
 # ---- the miss path ----
 
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 #: Made of other ops by torch, but kept as one here: see ``backend``.
 KEPT_WHOLE = (aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default)
 
@@ -168,6 +169,14 @@ def is_composite(func: Any) -> bool:
     name = func.name()
     return func not in KEPT_WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(
         name, "CompositeImplicitAutograd"
+    )
+
+
+@cache
+def is_custom(func: Any) -> bool:
+    """Whether the op was written in Python with ``torch.library``: workers may not know it, but its parts."""
+    return func.namespace != "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeExplicitAutograd"
     )
 
 
@@ -371,6 +380,12 @@ def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], l
 @special(aten.allclose.default)
 def _allclose(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     return bool(aten.all.default(aten.isclose.default(*args, **kwargs)))
+
+
+@special(aten._efficientzerotensor.default)
+def _zeros(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """Torch makes derivatives that are zero everywhere without memory, which nobody could read."""
+    return dispatch(cls, aten.zeros.default, (), args, kwargs)
 
 
 def fetched(tensor: Any) -> torch.Tensor:

@@ -81,7 +81,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory itself, not a copy; writable."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    # Not by reshaping: the stride of a dim of size 1 may be anything, and stays.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 

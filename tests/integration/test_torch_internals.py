@@ -1,0 +1,51 @@
+"""What torch makes for itself behind an op: tensors without memory, lazy conjugates, ops written in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import dtorch
+from dtorch import DeviceMesh, Replicate, Shard
+
+
+def gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    result = function(x)
+    torch.autograd.backward(result, torch.ones_like(result) * 2)
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("function", [torch.sgn, torch.fft.hfft, lambda x: torch.fft.hfft(x * 1j).cos()])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_gradients(
+    mesh: DeviceMesh, function: Callable[..., torch.Tensor], placement: dtorch.Placement
+) -> None:
+    plain = torch.randn(4, 6)
+    placed = dtorch.from_torch(plain, device_mesh=mesh, placements=[placement])
+    torch.testing.assert_close(gradient(function, placed).cpu(), gradient(function, plain))
+
+
+@torch.library.custom_op("dtorch_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    weight = torch.full(x.shape, factor, device=x.device)
+    return torch.mul(x, weight, out=torch.empty(x.shape, device=x.device))
+
+
+def test_an_op_written_in_python_runs_as_its_parts(mesh: DeviceMesh) -> None:
+    plain = torch.randn(4, 6)
+    placed = dtorch.from_torch(plain, device_mesh=mesh)
+    result = scaled(placed, 3.0)
+    assert result.device_mesh == mesh
+    torch.testing.assert_close(result.cpu(), scaled(plain, 3.0))
+
+
+def test_a_tensor_with_any_stride_on_a_dim_of_size_1_is_sent(mesh: DeviceMesh) -> None:
+    plain = torch.randn(2, 3).t()[:, :1]
+    assert plain[:1].is_contiguous()
+    assert plain[:1].stride() != (1, 1)
+    placed = dtorch.from_torch(plain[:1], device_mesh=mesh)
+    assert torch.equal(placed.to_torch(), plain[:1])
