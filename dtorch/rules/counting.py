@@ -98,7 +98,20 @@ rule(
     reduce="sum",
     shape=_histogramdd_shape,
 )
-register_shape(["aten::_histogramdd_bin_edges.default"], _histogramdd_edges_shape)
+
+
+def _histogramdd_edges(call: Call) -> str:
+    weight = f",{_points(call)}" if call.operands["weight"] is not None else ""
+    return f"{_every_dim(call)}{weight}->Z"
+
+
+rule(
+    "_histogramdd_bin_edges",
+    _histogramdd_edges,
+    whole=_histogramdd_whole,
+    unaffected=(0,),
+    shape=_histogramdd_edges_shape,
+)
 
 
 # ------------------------------------------------------------------------------------------------- repeats

@@ -50,6 +50,11 @@ def _eigh(call: Call) -> str:
     return f"...mm->...m,{_if(call.get('compute_v'), '...mm')}"
 
 
+def _columns(call: Call) -> str:
+    """Each column (or row, from the right) is multiplied on its own."""
+    return "...pc" if call.get("left") else "...cp"
+
+
 def _lu_unpack(call: Call) -> str:
     data, pivots = call.get("unpack_data"), call.get("unpack_pivots")
     return f"...mn,...p->{_if(pivots, '...mm')},{_if(data, '...mk')},{_if(data, '...kn')}"
@@ -71,7 +76,12 @@ batched("_linalg_det", "...mm->...,...mm,...m")
 batched("_linalg_slogdet", "...mm->...,...,...mm,...m")
 batched("geqrf", "...mn->...mn,...k")
 batched("linalg_householder_product", "...mn,...k->...mn")
-batched("ormqr", "...mk,...t,...pq->...pq", linear="c")
+batched(
+    "ormqr",
+    lambda call: f"...mk,...t,{_columns(call)}->{_columns(call)}",
+    cut="c",
+    linear="c",
+)
 batched("linalg_pinv.atol_rtol_tensor", "...mn,...,...->...nm")
 
 

@@ -13,6 +13,7 @@ rule("addmm", "?mn,mk,kn->mn", linear="a+b*c", lifts=True, shape="letters")
 rule("baddbmm", "?bmn,bmk,bkn->bmn", linear="a+b*c", lifts=True, shape="letters")
 rule("addmv", "?m,mk,k->m", linear="a+b*c", lifts=True)
 rule("addbmm", "?mn,bmk,bkn->mn", linear="a+b*c", lifts=True)
+rule("addr", "?mn,m,n->mn", linear="a+b*c", lifts=True)
 rule("linear", "...k,nk,n->...n", linear="a*b+c", lifts=True, shape="letters")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from dtorch.op_plan import OpPlan
 from dtorch.rules.call import ArgumentEncoder, Call
-from dtorch.rules.dsl import full_names, rule
+from dtorch.rules.dsl import Kinds, full_names, rule
 from dtorch.rules.equation import Matched
 from dtorch.rules.view import LETTERS, letters
 from dtorch.rules.whole import pack_outputs, packing
@@ -93,8 +93,9 @@ rule("all", _reduction, linear="a", kinds=("min",), reduce="min")
 
 # These need what they reduce whole.
 rule("max.dim min.dim median.dim nanmedian.dim mode kthvalue", _reduction_pair, whole=_reduced_letters)
-rule("argmax argmin logsumexp median nanmedian std var", _reduction, whole=_reduced_letters)
-rule("std_mean var_mean aminmax", _reduction_pair, whole=_reduced_letters)
+rule("argmax argmin logsumexp median nanmedian std var hash_tensor", _reduction, whole=_reduced_letters)
+rule("std_mean var_mean", _reduction_pair, whole=_reduced_letters)
+rule("aminmax", _reduction_pair, reduce=("min", "max"))
 register_shape(
     full_names("sum prod amax amin max.default min.default any all max.dim min.dim argmax argmin mean"),
     reduction_shape,
@@ -149,12 +150,13 @@ def _norm_kind(call: Call) -> float:
     return 2.0 if order is None else float(order)
 
 
-def _norm_whole(call: Call) -> str:
-    """Norms of order 0 and 1 are sums of those of the pieces; others need their dims whole."""
-    return "" if _norm_kind(call) in (0.0, 1.0) else _reduced_letters(call)
+def _norm_of_norms(call: Call) -> Kinds:
+    """Norms of order 0 and 1 are sums of those of the pieces, infinite ones extremes; a root of a sum is neither."""
+    kinds: dict[float, Kinds] = {0.0: "sum", 1.0: "sum", math.inf: "max", -math.inf: "min"}
+    return kinds.get(_norm_kind(call))
 
 
-rule("linalg_vector_norm norm", _reduction, whole=_norm_whole, reduce="sum")
+rule("linalg_vector_norm norm", _reduction, reduce=_norm_of_norms)
 
 
 # ------------------------------------------------------------------------------------------------- along one dim

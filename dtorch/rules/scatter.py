@@ -41,46 +41,6 @@ rule("select_scatter", _select_scatter, moves="a+b", lifts=True, whole=_that_dim
 rule("slice_scatter", _slice_scatter, moves="a+b", lifts=True, whole=_that_dim)
 
 
-# ------------------------------------------------------------------------------------------------- diagonals
-
-
-def _pair(ndim: int, call: Call) -> tuple[int, int]:
-    return call.get("dim1") % ndim, call.get("dim2") % ndim
-
-
-def _with_diagonal(ndim: int, call: Call) -> tuple[str, str, str]:
-    """Letters of a tensor and of its diagonal, and those of the two dims and of the diagonal's."""
-    names = letters(ndim)
-    pair = {names[dim] for dim in _pair(ndim, call)}
-    return names, "".join(n for n in names if n not in pair) + "Z", "".join(pair) + "Z"
-
-
-def _diagonal_scatter(call: Call) -> str:
-    names, diagonal, _ = _with_diagonal(len(call.inputs[0].shape), call)
-    return f"{names},{diagonal}->{names}"
-
-
-def _diagonal_backward(call: Call) -> str:
-    names, diagonal, _ = _with_diagonal(len(call.get("input_sizes")), call)
-    return f"{diagonal}->{names}"
-
-
-def _diag_embed(call: Call) -> str:
-    names, diagonal, _ = _with_diagonal(len(call.inputs[0].shape) + 1, call)
-    return f"{diagonal}->{names}"
-
-
-rule(
-    "diagonal_scatter",
-    _diagonal_scatter,
-    moves="a+b",
-    lifts=True,
-    whole=lambda call: _with_diagonal(len(call.inputs[0].shape), call)[2],
-)
-rule("diagonal_backward", _diagonal_backward, linear="a", whole="Z", localize=_local_input_sizes)
-rule("diag_embed", _diag_embed, linear="a", whole="Z")
-
-
 # ------------------------------------------------------------------------------------------------- windows
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dtorch.rules import (
     activations,
     attention,
+    complex,
     conv,
     counting,
+    diagonals,
     fft,
     foreach,
     forms,
@@ -23,6 +25,7 @@ from dtorch.rules import (
     reduce,
     scatter,
     special,
+    statistics,
     view,
 )
 from dtorch.rules.registry import find_rule, registered
@@ -32,7 +35,9 @@ TABLES = (
     activations,
     attention,
     conv,
+    complex,
     counting,
+    diagonals,
     fft,
     foreach,
     forms,
@@ -49,6 +54,7 @@ TABLES = (
     reduce,
     scatter,
     special,
+    statistics,
     view,
 )
 

@@ -200,7 +200,6 @@ register_shape(full_names("split.Tensor split_with_sizes"), shape.split)
 rule("unbind.int unbind_copy.int", _drop, moves="a", whole=_that_dim)
 register_shape(["aten::unbind.int"], shape.unbind)
 rule("flip roll", _same, moves="a", whole=lambda call: "".join(_listed_dims(call)))
-rule("tril triu", "...mn->...mn", linear="a", whole="mn")
 rule(
     "unfold unfold_copy",
     lambda call: f"{_same(call)}Z",
@@ -215,20 +214,6 @@ def _listed_dims(call: Call) -> list[str]:
     dims = call.get("dims")
     ndim = len(call.inputs[0].shape)
     return [LETTERS[dim % max(ndim, 1)] for dim in (dims or range(ndim))]
-
-
-def _diagonal(call: Call) -> str:
-    names = letters(len(call.inputs[0].shape))
-    pair = {names[dim_of(call, "dim1")], names[dim_of(call, "dim2")]}
-    return f"{names}->{''.join(name for name in names if name not in pair)}Z"
-
-
-def _diagonal_dims(call: Call) -> str:
-    names = letters(len(call.inputs[0].shape))
-    return f"Z{names[dim_of(call, 'dim1')]}{names[dim_of(call, 'dim2')]}"
-
-
-rule("diagonal diagonal_copy", _diagonal, moves="a", whole=_diagonal_dims)
 
 
 def _repeat(call: Call) -> str:

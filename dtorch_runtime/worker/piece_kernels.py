@@ -52,3 +52,25 @@ def _least_change(kind: str, dtype: torch.dtype) -> float:
     if dtype is torch.bool:
         return value > 0
     return torch.iinfo(dtype).max if value > 0 else torch.iinfo(dtype).min
+
+
+@kernel("along_diagonal")
+def along_diagonal(operator: str, args: list[Any], at: int, row: int, column: int) -> torch.Tensor | None:
+    """An op that follows a diagonal, on a piece of a matrix.
+
+    Args:
+        args: of the whole op; the one at position ``at`` is the offset of the diagonal in the whole.
+        row, column: where the piece starts in the whole.
+
+    Returns:
+        What the op makes; None where it writes to its argument.
+    """
+    found = find_kernel(operator)
+    result: torch.Tensor = found.function(*args[:at], args[at] + row - column, *args[at + 1 :])
+    return None if found.mutated_returns else result
+
+
+@kernel("trace_shard")
+def trace_shard(piece: torch.Tensor, row: int, column: int) -> torch.Tensor:
+    """The sum of the elements of the whole's diagonal in a piece [rows, columns] that starts at row and column."""
+    return piece.diagonal(row - column).sum()

@@ -23,9 +23,10 @@ from tests.numerics.samples_linalg import LINALG
 from tests.numerics.samples_losses import LOSSES
 from tests.numerics.samples_nn import NN_SAMPLES
 from tests.numerics.samples_scatter import SCATTER_AND_SPECIAL
+from tests.numerics.samples_statistics import STATISTICS
 from tests.support.rule_checks import Sample, check, check_all, choices, claimed, expected, tensors_of
 
-EVERY = [*ALL, *MORE, *LINALG, *SCATTER_AND_SPECIAL, *NN_SAMPLES, *LOSSES]
+EVERY = [*ALL, *MORE, *LINALG, *SCATTER_AND_SPECIAL, *NN_SAMPLES, *LOSSES, *STATISTICS]
 #: Rules whose results no call of plain torch gives: their tests are in test_random.py.
 TESTED_ELSEWHERE = (RandomRule, LikeRule, StridedRule)
 

@@ -1,0 +1,149 @@
+"""Ops that follow a diagonal. Where it crosses a cut dim, each device has its part: its pieces lie off the diagonal of
+the whole by as much as they start later in rows than in columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtorch.meshes import layout_record
+from dtorch.op_plan import OpPlan
+from dtorch.rules.call import Call, local_shape
+from dtorch.rules.dsl import rule
+from dtorch.rules.equation import Matched
+from dtorch.rules.reduce import other_op
+from dtorch.rules.view import letters
+from dtorch.shapes import Metas, TensorMeta
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.placement import Shard
+from dtorch_runtime.wire.records import LocalStart
+
+#: Global sizes of the tensor that has both dims, where they are in it, and the offset of the diagonal.
+_Plane = tuple[tuple[int, ...], int, int, int]
+
+
+def _plane(call: Call) -> _Plane:
+    """Of any op of this file with ``offset, dim1, dim2``."""
+    offset = call.get("offset")
+    if call.has("input_sizes"):
+        shape = tuple(call.get("input_sizes"))
+    elif call.op.base == "aten::diag_embed":
+        kept = call.inputs[0].shape
+        both = [call.get("dim1") % (len(kept) + 1), call.get("dim2") % (len(kept) + 1)]
+        rest = iter(kept[:-1])
+        size = kept[-1] + abs(offset)
+        shape = tuple(size if dim in both else next(rest) for dim in range(len(kept) + 1))
+    else:
+        shape = call.inputs[0].shape
+    return shape, call.get("dim1") % len(shape), call.get("dim2") % len(shape), offset
+
+
+def _leader(call: Call) -> int | None:
+    """The dim of which every row (or column) has an element of the diagonal, so that both are cut alike."""
+    shape, rows, columns, offset = _plane(call)
+    leaders = []
+    if offset >= 0 and shape[rows] + offset <= shape[columns]:
+        leaders.append(rows)
+    if offset <= 0 and shape[columns] - offset <= shape[rows]:
+        leaders.append(columns)
+    cut = {p.dim for p in call.inputs[0].layout.placements if isinstance(p, Shard)}
+    if len(leaders) == 2 and len(call.inputs[0].shape) == len(shape) and columns in cut and rows not in cut:
+        return columns
+    return leaders[0] if leaders else None
+
+
+def _letters(call: Call) -> tuple[str, str]:
+    """Letters of the tensor that has both dims, and of its diagonal."""
+    shape, rows, columns, _ = _plane(call)
+    names = letters(len(shape))
+    leader = _leader(call)
+    last = "Z" if leader is None else names[leader]
+    return names, "".join(n for dim, n in enumerate(names) if dim not in (rows, columns)) + last
+
+
+def _whole(call: Call) -> str:
+    shape, rows, columns, _ = _plane(call)
+    names = letters(len(shape))
+    leader = _leader(call)
+    return "Z" + "".join(names[dim] for dim in (rows, columns) if dim != leader)
+
+
+def _take(call: Call) -> str:
+    names, diagonal = _letters(call)
+    return f"{names}->{diagonal}"
+
+
+def _give(call: Call) -> str:
+    names, diagonal = _letters(call)
+    return f"{diagonal}->{names}"
+
+
+def _replace(call: Call) -> str:
+    names, diagonal = _letters(call)
+    return f"{names},{diagonal}->{names}"
+
+
+def _starts(shape: tuple[int, ...], layout: Layout, rows: int, columns: int) -> list[LocalStart]:
+    return [LocalStart(list(shape), layout_record(layout), dim) for dim in (rows, columns)]
+
+
+def _is_cut(layout: Layout, *dims: int) -> bool:
+    return any(isinstance(p, Shard) and p.dim in dims for p in layout.placements)
+
+
+def _of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    """The diagonal that crosses this device's piece."""
+    shape, rows, columns, offset = _plane(call)
+    takes_whole = len(call.inputs[0].shape) == len(shape)
+    layout = matched.inputs[0] if takes_whole else matched.outputs[0]
+    if not _is_cut(layout, rows, columns):
+        return None
+    name, args = call.op.name, [call.get(p.name) for p in call.op.parameters]
+    if not takes_whole:
+        name = "aten::diagonal_backward"
+        args = [call.inputs[0], local_shape(shape, layout), offset, call.get("dim1"), call.get("dim2")]
+    at = len(args) - len(("offset", "dim1", "dim2"))
+    starts = _starts(shape, layout, rows, columns)
+    return other_op(call, matched, metas, "dtorch::along_diagonal", [name, args, at, *starts])
+
+
+def _local_input_sizes(call: Call, matched: Matched, metas: Metas) -> dict[str, Any]:
+    (meta,) = metas
+    assert isinstance(meta, TensorMeta)
+    return {"input_sizes": local_shape(meta.shape, matched.outputs[0])}
+
+
+rule("diagonal diagonal_copy", _take, moves="a", whole=_whole, specialize=_of_piece)
+rule("diagonal_scatter", _replace, moves="a+b", lifts=True, whole=_whole, specialize=_of_piece)
+rule(
+    "diagonal_backward",
+    _give,
+    linear="a",
+    whole=_whole,
+    specialize=_of_piece,
+    localize=_local_input_sizes,
+)
+rule("diag_embed", _give, linear="a", whole=_whole, specialize=_of_piece)
+
+
+# ------------------------------------------------------------------------------------------------- triangles, trace
+
+
+def _triangle_of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    spec, layout = call.inputs[0], matched.inputs[0]
+    rows, columns = len(spec.shape) - 2, len(spec.shape) - 1
+    if not _is_cut(layout, rows, columns):
+        return None
+    starts = _starts(spec.shape, layout, rows, columns)
+    args = [call.op.name, [spec, call.get("diagonal")], 1, *starts]
+    return other_op(call, matched, metas, "dtorch::along_diagonal", args)
+
+
+def _trace_of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    spec, layout = call.inputs[0], matched.inputs[0]
+    if not _is_cut(layout, 0, 1):
+        return None
+    return other_op(call, matched, metas, "dtorch::trace_shard", [spec, *_starts(spec.shape, layout, 0, 1)])
+
+
+rule("tril triu", "...mn->...mn", linear="a", specialize=_triangle_of_piece)
+rule("trace", "mn->", linear="a", specialize=_trace_of_piece)
