@@ -77,7 +77,7 @@ def _result_dtype(call: Call, tensors: list[Spec], kind: ResultKind) -> torch.dt
     if call.has("self") and type(number := call.get("self")) is not Spec:
         operands.append(number)
     dtype = result_type(operands)
-    if kind == "floating" and not (dtype.is_floating_point or dtype.is_complex):
+    if kind == "floating" and not (dtype.is_floating_point or dtype.is_complex) and _true_division(call):
         return torch.get_default_dtype()
     return dtype
 

@@ -72,6 +72,7 @@ POINTWISE = [
     call(aten.mul.Tensor, real(4, 5), 2.0, name="mul by a number"),
     call(aten.div.Tensor, real(4, 5), real(4, 5) + 3),
     call(aten.div.Tensor_mode, real(4, 5), real(5) + 3, rounding_mode="floor"),
+    call(aten.div.Tensor_mode, whole_numbers(9, 4, 5), whole_numbers(3, 5) + 1, rounding_mode="trunc"),
     call(aten.neg.default, real(4, 5)),
     call(aten.add_.Tensor, real(4, 5), real(5)),
     call(aten.mul_.Tensor, real(4, 5), real(4, 5)),
