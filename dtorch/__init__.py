@@ -54,6 +54,7 @@ _FACTORY = (
     "tensor",
     "from_torch",
 )
+_RANDOM = ("manual_seed", "get_rng_state", "set_rng_state", "fork_rng", "Generator")
 
 #: Public name -> the module that has it.
 _HOMES = {
@@ -63,10 +64,11 @@ _HOMES = {
     **dict.fromkeys(_ERRORS, "dtorch_runtime.errors"),
     "Settings": "dtorch_runtime.settings",
     **dict.fromkeys(_FACTORY, "dtorch.factory"),
-    "manual_seed": "dtorch.random",
+    **dict.fromkeys(_RANDOM, "dtorch.random"),
     "Tensor": "dtorch.tensors",
     "TensorFuture": "dtorch.future",
     "Graph": "dtorch.graph",
+    "call_async": "dtorch.asynchronous",
     "parallelize": "dtorch.parallel",
     **dict.fromkeys(("auto_redistribute", "explain_redistributions"), "dtorch.auto"),
 }
@@ -85,6 +87,7 @@ _WITHOUT_TORCH = frozenset(
 __all__ = [*_HOMES]  # frozen by a test  # noqa: PLE0604  strings, made from the tuples above
 
 if TYPE_CHECKING:  # `as` tells type checkers that the name is public
+    from dtorch.asynchronous import call_async as call_async
     from dtorch.auto import (
         auto_redistribute as auto_redistribute,
         explain_redistributions as explain_redistributions,
@@ -114,7 +117,13 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from dtorch.future import TensorFuture as TensorFuture
     from dtorch.graph import Graph as Graph
     from dtorch.parallel import parallelize as parallelize
-    from dtorch.random import manual_seed as manual_seed
+    from dtorch.random import (
+        Generator as Generator,
+        fork_rng as fork_rng,
+        get_rng_state as get_rng_state,
+        manual_seed as manual_seed,
+        set_rng_state as set_rng_state,
+    )
     from dtorch.tensors import Tensor as Tensor
     from dtorch_runtime.errors import (
         ClusterTimeout as ClusterTimeout,

@@ -6,14 +6,16 @@ are calls that make a tensor, which have no tensor to dispatch on, and ops that 
 
 from __future__ import annotations
 
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from dtorch import autocast, dynamic_calls, engine, random, recurrent, transforms
+from dtorch import autocast, dynamic_calls, engine, random, random_calls, recurrent, transforms
 from dtorch.dispatch import KEPT_WHOLE, LinkedArgument, dispatch
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
@@ -168,21 +170,32 @@ class _DeviceModule:
         """Wait until everything issued by this thread's graph has run; raises its first unfetched error."""
         Graph.default_graph().sync()
 
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """``with torch.dtorch.device(0)``: there is one device."""
+        yield
+
     def manual_seed(self, seed: int) -> None:
-        random.set_seed(seed)
+        random.set_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
-        random.set_seed(seed)
+        random.set_seed(int(seed))
+
+    def seed(self) -> None:
+        """Seed with a number that nobody can foresee."""
+        random.set_seed(secrets.randbits(63))
+
+    def seed_all(self) -> None:
+        self.seed()
+
+    def initial_seed(self) -> int:
+        return random.get_state()[0]
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Seed and count of draws, as 16 bytes."""
-        seed, count = random.get_state()
-        data = seed.to_bytes(8, "little") + count.to_bytes(8, "little")
-        return torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+        return random.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
-        data = bytes(new_state.tolist())
-        random.set_state(int.from_bytes(data[:8], "little"), int.from_bytes(data[8:16], "little"))
+        random.set_rng_state(new_state)
 
     def get_rng_state_all(self) -> Sequence[torch.Tensor]:
         return [self.get_rng_state()]

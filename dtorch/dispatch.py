@@ -17,7 +17,7 @@ from dtorch.graph import FREE_BATCH, Graph, Handle
 from dtorch.issue import DEVICE, Entry, issue, issue_view, make_entry, upload
 from dtorch.location import capture, known
 from dtorch.propagate import propagate
-from dtorch.random import seed_source
+from dtorch.random import Generator, seed_source
 from dtorch.rules.call import op_of
 from dtorch.spec import Spec
 from dtorch_runtime.errors import MixedTensorError
@@ -115,7 +115,7 @@ def _add_to_key(cls: type[torch.Tensor], value: Any, key: list[Any], tensors: li
         key.append(len(value))
         for item in value:
             _add_to_key(cls, item, key, tensors)
-    elif kind is torch.Generator:
+    elif kind is torch.Generator or kind is Generator:
         key.append(kind)  # which one decides about the seeds, not about the op
     elif kind in _PLAIN or (kind is float and value == value and value):
         key.append(kind)

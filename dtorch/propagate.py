@@ -9,7 +9,7 @@ import torch
 from dtorch.dynamic import needs_whole, plan_dynamic
 from dtorch.op_plan import OpPlan, SameValue
 from dtorch.overlap import refuse_overlap
-from dtorch.rules import factory
+from dtorch.rules import factory, random
 from dtorch.rules.call import Call, Op, op_of
 from dtorch.rules.explain import no_rule
 from dtorch.rules.tables import find_rule
@@ -51,6 +51,8 @@ def propagate(
     if not call.inputs:
         if default_layout is None:
             raise InternalError(f"{op} has no tensor inputs, and no default layout was given")
+        if op.is_random:
+            return random.plan_random_factory(call, default_layout)
         return factory.plan_factory(call, default_layout)
     _refuse_metadata_changes(op)
     if op.writes:

@@ -120,7 +120,6 @@ def run_on_meta(call: Call) -> Metas:
         kwargs["device"] = torch.device("meta")
     if call.has("pin_memory"):
         kwargs.pop("pin_memory", None)
-    kwargs.pop("generator", None)
     for name in call.op.writes:
         if isinstance(call.kwargs.get(name), Spec):  # an empty `out=` is resized without a warning
             kwargs[name] = torch.empty((0,), dtype=call.kwargs[name].dtype, device="meta")
@@ -145,7 +144,7 @@ def _to_meta(value: Any) -> Any:
         return [_to_meta(item) for item in value]
     if isinstance(value, torch.device):
         return torch.device("meta")
-    return value
+    return None if isinstance(value, torch.Generator) else value
 
 
 def _from_meta(value: Any) -> TensorMeta | tuple[TensorMeta, ...] | None:

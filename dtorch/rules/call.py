@@ -24,7 +24,7 @@ from dtorch_runtime.wire.records import (
     LocalShape,
     LocalStart,
     MemoryFormatArg,
-    SeedSlot,
+    ScalarSlot,
     Slot,
 )
 
@@ -231,6 +231,10 @@ def _different_meshes(call: Call) -> str:
     )
 
 
+class Seed:
+    """Stands, among the arguments of a kernel, for the next seed of the op: an int of 63 bits."""
+
+
 class ArgumentEncoder:
     """Turns the arguments of a call into those of a template, numbering tensors and seeds as it goes."""
 
@@ -252,17 +256,13 @@ class ArgumentEncoder:
             return value  # type: ignore[no-any-return]  # one of the plain types of Arg
         if kind is list or kind is tuple or kind is torch.Size:
             return ListArg([self.encode(item) for item in value])
-        if kind is torch.Generator:
-            return self.seed()
+        if kind is Seed:
+            self.num_seeds += 1
+            return ScalarSlot(self.num_seeds - 1)
         return encode_constant(value)
 
-    def seed(self) -> SeedSlot:
-        """A generator with the next seed of the op record."""
-        self.num_seeds += 1
-        return SeedSlot(self.num_seeds - 1)
 
-
-_LOCAL_ARGS = (Slot, SeedSlot, ListArg, DTypeArg, LocalShape, LocalStart, DeviceArg, MemoryFormatArg)
+_LOCAL_ARGS = (Slot, ScalarSlot, ListArg, DTypeArg, LocalShape, LocalStart, DeviceArg, MemoryFormatArg)
 _PLAIN = frozenset((bool, int, float, str, type(None), *_LOCAL_ARGS))
 
 

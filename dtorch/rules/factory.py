@@ -10,7 +10,7 @@ from dtorch import shapes
 from dtorch.meshes import layout_record
 from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.rules.call import ArgumentEncoder, Call, local_shape
-from dtorch.rules.whole import default_dtype, encode_arguments, seed_generator
+from dtorch.rules.whole import default_dtype, encode_arguments
 from dtorch.shapes import Metas, TensorMeta, register_shape
 from dtorch.spec import contiguous_stride, intern_spec
 from dtorch_runtime.errors import PlacementError, UnsupportedError
@@ -23,7 +23,7 @@ UNIFORM = frozenset({"aten::zeros", "aten::ones", "aten::full", "aten::empty"})
 
 
 def plan_factory(call: Call, layout: Layout) -> OpPlan:
-    """Make a tensor with this layout. Random ones have the same numbers under every layout.
+    """Make a tensor with this layout. Random ones are planned by ``rules/random.py``.
 
     Raises:
         PlacementError: the layout does not fit the shape, or is partial.
@@ -47,8 +47,6 @@ def plan_factory(call: Call, layout: Layout) -> OpPlan:
         replace["size"] = local_shape(meta.shape, layout)
     args, kwargs = encode_arguments(call, encoder, replace)
     name = call.op.name
-    if call.op.is_random:
-        name = seed_generator(call.op, kwargs, encoder)
     if sharded and call.op.base not in UNIFORM:
         name, args = _box_of_whole(name, args, kwargs, meta, layout)
     stride = contiguous_stride(meta.shape) if sharded else meta.stride
@@ -58,7 +56,6 @@ def plan_factory(call: Call, layout: Layout) -> OpPlan:
         kwargs=kwargs,
         layouts=(),
         outputs=(NewOutput(intern_spec(meta.shape, meta.dtype, layout, stride)),),
-        num_seeds=encoder.num_seeds,
     )
 
 
@@ -92,10 +89,7 @@ def _box_of_whole(
     name: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], meta: TensorMeta, layout: Layout
 ) -> tuple[str, tuple[Arg, ...]]:
     starts, sizes = box_arguments(meta.shape, layout)
-    generator = kwargs.pop("generator", None)
-    if generator is None:
-        return "dtorch::factory_shard", (name, ListArg(list(args)), starts, sizes)
-    return "dtorch::random_shard", (name, ListArg(list(args)), starts, sizes, generator)
+    return "dtorch::factory_shard", (name, ListArg(list(args)), starts, sizes)
 
 
 # ------------------------------------------------------------------------------------------------- shapes

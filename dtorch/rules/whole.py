@@ -61,11 +61,10 @@ def plan_same_op(
     """
     encoder = ArgumentEncoder()
     args, kwargs = encode_arguments(call, encoder, replace or {})
-    name = op or call.op.name
-    if call.op.is_random and op is None:
-        name = seed_generator(call.op, kwargs, encoder)
+    if op is None and draws(call):
+        raise undrawable(call)
     return OpPlan(
-        op=name,
+        op=op or call.op.name,
         args=args,
         kwargs=kwargs,
         layouts=input_layouts(call, conversions),
@@ -102,29 +101,16 @@ def encode_arguments(
     return args, kwargs
 
 
-#: Random only with arguments that `_draws` checks, and deterministic otherwise.
-_RARELY_RANDOM = frozenset({"aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math"})
+def draws(call: Call) -> bool:
+    """Whether a call needs random numbers: attention does only with a dropout."""
+    return call.op.is_random and not (call.has("dropout_p") and call.get("dropout_p") == 0)
 
 
-def seed_generator(op: Op, kwargs: dict[str, Arg], encoder: ArgumentEncoder) -> str:
-    """Give a random op a generator that is seeded equally on every device; returns the overload to run.
-
-    Raises:
-        UnsupportedError: the op takes no generator.
-    """
-    if op.base in _RARELY_RANDOM:
-        return op.name
-    if op.has_generator:
-        kwargs["generator"] = encoder.seed()
-        return op.name
-    packet = op.func._overloadpacket
-    suffix = "generator" if op.func._overloadname == "default" else f"{op.func._overloadname}_generator"
-    if hasattr(packet, suffix):
-        kwargs["generator"] = encoder.seed()
-        return f"{op.base}.{suffix}"
-    raise UnsupportedError(
-        f"{op.name} draws random numbers without a generator, so devices would disagree; "
-        f"draw them first (dtorch.rand, torch.bernoulli) and compute with them"
+def undrawable(call: Call) -> UnsupportedError:
+    """A call that needs random numbers in a way that is not known here."""
+    return UnsupportedError(
+        f"{call.op} draws random numbers in a way of its own, so devices would disagree; "
+        f"draw them first (torch.rand, torch.bernoulli, torch.multinomial) and compute with them"
     )
 
 

@@ -42,13 +42,7 @@ class Slot(msgspec.Struct, frozen=True, tag="slot", tag_field="t"):
 
 
 class ScalarSlot(msgspec.Struct, frozen=True, tag="scalar", tag_field="t"):
-    """The i-th int64 that the op record carries after its outputs (a size, an index)."""
-
-    index: int
-
-
-class SeedSlot(msgspec.Struct, frozen=True, tag="seed", tag_field="t"):
-    """A random generator seeded with the i-th int64 of the op record, the same on every device."""
+    """The i-th int64 that the op record carries after its outputs (a seed, a size)."""
 
     index: int
 
@@ -121,7 +115,6 @@ Arg: TypeAlias = (
     | ListArg
     | Slot
     | ScalarSlot
-    | SeedSlot
     | DTypeArg
     | LayoutArg
     | MemoryFormatArg

@@ -27,7 +27,6 @@ from dtorch_runtime.wire.records import (
     LocalStart,
     MemoryFormatArg,
     ScalarSlot,
-    SeedSlot,
     Slot,
     TemplateRecord,
     TransferArg,
@@ -62,8 +61,6 @@ class _Expressions:
                 return f"blobs[words[i + {2 + self._checked(index, record.num_inputs, 'input')}]]"
             case ScalarSlot(index):
                 return self._scalar(index)
-            case SeedSlot(index):
-                return f"{self._constant(_seeder(self._torch_device))}({self._scalar(index)})"
             case ListArg(items) if any(_is_dynamic(item) for item in items):
                 return f"[{', '.join(self.of(item) for item in items)}]"
             case _:
@@ -111,7 +108,7 @@ class _Expressions:
 def _is_dynamic(arg: Arg) -> bool:
     if isinstance(arg, ListArg):
         return any(_is_dynamic(item) for item in arg.items)
-    return isinstance(arg, Slot | ScalarSlot | SeedSlot)
+    return isinstance(arg, Slot | ScalarSlot)
 
 
 def _named(name: str, kind: type) -> Any:
@@ -119,10 +116,6 @@ def _named(name: str, kind: type) -> Any:
     if not isinstance(found, kind):
         raise InternalFailure(f"torch has no {kind.__name__} named {name!r}")
     return found
-
-
-def _seeder(torch_device: torch.device) -> Callable[[int], torch.Generator]:
-    return torch.Generator(torch_device).manual_seed
 
 
 def compile_runner(

@@ -6,7 +6,7 @@ To add a kernel of our own, write a function of local tensors and constants in `
     def my_op(x: torch.Tensor, start: int) -> torch.Tensor: ...
 
 A template named ``dtorch::my_op`` calls it with its arguments: inputs as local tensors, ``LocalStart`` as an int,
-``LocalShape`` as a list, ``SeedSlot`` as a seeded generator, ``ScalarSlot`` as an int. It returns a new tensor or a
+``LocalShape`` as a list, ``ScalarSlot`` as an int. It returns a new tensor or a
 tuple of new ones, and may raise: what it raises is shown to the user as the failure of the op.
 """
 

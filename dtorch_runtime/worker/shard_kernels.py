@@ -12,13 +12,14 @@ import torch
 from dtorch_runtime.worker import (  # noqa: F401  register their kernels
     nn_kernels as _nn_kernels,
     piece_kernels as _piece_kernels,
+    random_kernels as _random_kernels,
 )
 from dtorch_runtime.worker.kernels import find_kernel, kernel
 
 
 @kernel("box")
 def box_of(whole: torch.Tensor, starts: list[int], sizes: list[int]) -> torch.Tensor:
-    """A copy of a box of a tensor, e.g. of a random one that every device has drawn from the same seed."""
+    """A copy of a box of a tensor."""
     index = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
     result: torch.Tensor = whole[index].clone(memory_format=torch.contiguous_format)
     return result
@@ -44,27 +45,6 @@ def embedding_shard(weight: torch.Tensor, indices: torch.Tensor, start: int) -> 
         return weight.new_zeros((*indices.shape, weight.shape[1]))
     rows = torch.embedding(weight, local.masked_fill(outside, 0))
     return rows.masked_fill_(outside.unsqueeze(-1), 0)
-
-
-@kernel("random_shard")
-def random_shard(
-    operator: str,
-    args: list[Any],
-    starts: list[int],
-    sizes: list[int],
-    generator: torch.Generator,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """The local box of a global random tensor, the same numbers on every mesh.
-
-    Every device draws the whole tensor from the seed and keeps its box.
-
-    Args:
-        operator: e.g. ``aten::randn.generator``; takes ``args`` and ``generator=``.
-        starts, sizes: the box, in each dim.
-    """
-    whole: torch.Tensor = find_kernel(operator).function(*args, generator=generator, **kwargs)
-    return box_of(whole, starts, sizes)
 
 
 @kernel("factory_shard")
@@ -108,66 +88,3 @@ def attention(
     if result.ndim == 4:
         return result.transpose(1, 2).contiguous().transpose(1, 2)
     return result.contiguous()
-
-
-def _box(whole: torch.Tensor, starts: list[int], like: torch.Tensor) -> torch.Tensor:
-    """A view of the box of ``whole`` that begins at ``starts`` and has the shape of ``like``."""
-    return whole[tuple(slice(start, start + size) for start, size in zip(starts, like.shape, strict=True))]
-
-
-@kernel("random_fill")
-def random_fill(
-    target: torch.Tensor,
-    operator: str,
-    args: list[Any],
-    shape: list[int],
-    stride: list[int],
-    starts: list[int],
-    generator: torch.Generator,
-) -> None:
-    """Fill the local piece with its box of what a random in-place op would write to the whole tensor.
-
-    Args:
-        operator: e.g. ``aten::uniform_``; takes the tensor, ``args`` and ``generator=``.
-        shape, stride: of the whole tensor; numbers are drawn in the order of memory.
-    """
-    whole = torch.empty_strided(shape, stride, dtype=target.dtype, device=target.device)
-    find_kernel(operator).function(whole, *args, generator=generator)
-    target.copy_(_box(whole, starts, target))
-
-
-@kernel("random_like")
-def random_like(
-    like: torch.Tensor,
-    operator: str,
-    args: list[Any],
-    dtype: torch.dtype,
-    shape: list[int],
-    stride: list[int],
-    starts: list[int],
-    generator: torch.Generator,
-) -> torch.Tensor:
-    """The local piece of a random tensor of the shape of another, the same numbers on every mesh."""
-    piece = torch.empty_like(like, dtype=dtype)
-    random_fill(piece, operator, args, shape, stride, starts, generator)
-    return piece
-
-
-@kernel("bernoulli_shard")
-def bernoulli_shard(
-    probability: torch.Tensor, shape: list[int], starts: list[int], generator: torch.Generator
-) -> torch.Tensor:
-    """1 with the probability that stands in the same place, else 0; the same numbers on every mesh."""
-    whole = torch.rand(shape, generator=generator, dtype=torch.float32, device=probability.device)
-    return (_box(whole, starts, probability) < probability).to(probability.dtype)
-
-
-@kernel("dropout_shard", num_returns=2)
-def dropout_shard(
-    x: torch.Tensor, probability: float, shape: list[int], starts: list[int], generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local piece of a dropout in training, and its mask of kept elements; the same on every mesh."""
-    whole = torch.rand(shape, generator=generator, dtype=torch.float32, device=x.device)
-    kept = _box(whole, starts, x) >= probability
-    scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
-    return x * kept * scale, kept

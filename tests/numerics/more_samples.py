@@ -86,6 +86,8 @@ BACKWARD = [
     call(aten.hardshrink_backward.default, x(), x(), 0.5),
     call(aten.softshrink_backward.default, x(), x(), 0.5),
     call(aten.native_dropout_backward.default, x(), mask(4, 5), 2.0),
+    call(aten._standard_gamma_grad.default, real(4, 5).abs() + 0.5, real(4, 5).abs() + 0.1),
+    call(aten._dirichlet_grad.default, real(4, 5).sigmoid(), real(4, 5).exp(), real(4, 5).exp() + 5),
 ]
 COPIES = [
     call(aten.view_copy.default, real(4, 6), [2, 2, 6]),

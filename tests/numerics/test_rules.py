@@ -12,7 +12,7 @@ import torch
 
 from dtorch.rules.call import op_of
 from dtorch.rules.new_like import LikeRule, StridedRule
-from dtorch.rules.random import RandomRule
+from dtorch.rules.random import RandomLikeRule, RandomRule
 from dtorch.rules.tables import find_rule, registered
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -28,7 +28,7 @@ from tests.support.rule_checks import Sample, check, check_all, choices, claimed
 
 EVERY = [*ALL, *MORE, *LINALG, *SCATTER_AND_SPECIAL, *NN_SAMPLES, *LOSSES, *STATISTICS]
 #: Rules whose results no call of plain torch gives: their tests are in test_random.py.
-TESTED_ELSEWHERE = (RandomRule, LikeRule, StridedRule)
+TESTED_ELSEWHERE = (RandomRule, RandomLikeRule, LikeRule, StridedRule)
 
 
 @pytest.fixture(autouse=True, scope="module")

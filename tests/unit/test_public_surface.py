@@ -16,7 +16,8 @@ PUBLIC = """
     DeviceMesh init_device_mesh Placement Replicate Shard Partial
     empty zeros ones full rand randn randint randperm arange linspace eye tensor from_torch
     empty_like zeros_like ones_like full_like rand_like randn_like
-    manual_seed Tensor TensorFuture Graph parallelize Settings
+    manual_seed get_rng_state set_rng_state fork_rng Generator Tensor TensorFuture Graph parallelize Settings
+    call_async
     auto_redistribute explain_redistributions
     DTorchError
     UserError PlacementError MeshError MixedTensorError UnsupportedError SettingError ForkError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
@@ -122,18 +121,3 @@ def test_shards_of_a_vocabulary_add_up_to_the_embedding(cuts):
     look_up = find_kernel("dtorch::embedding_shard").function
     parts = [look_up(weight[a:b], indices, a) for a, b in itertools.pairwise(cuts)]
     assert torch.equal(torch.stack(parts).sum(0), torch.embedding(weight, indices))
-
-
-def test_boxes_of_a_random_tensor_are_pieces_of_the_same_numbers():
-    draw = find_kernel("dtorch::random_shard").function
-    seed = random.randrange(2**31)
-
-    def box(starts: list[int], sizes: list[int]) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        result: torch.Tensor = draw("aten::rand.generator", [[4, 5]], starts, sizes, generator)
-        return result
-
-    whole = box([0, 0], [4, 5])
-    piece = box([1, 2], [3, 2])
-    assert torch.equal(piece, whole[1:4, 2:4])
-    assert piece.is_contiguous()

@@ -1,0 +1,71 @@
+"""Random calls that are more than one op: variants with ``out=``, bounds that are tensors, attention with a dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtorch.dispatch import make, special
+from dtorch_runtime.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+#: Ops with an ``out=`` variant; the first have no tensor among their other arguments.
+_FACTORIES = (aten.rand, aten.randn, aten.randint, aten.randperm, aten.normal)
+_OTHERS = (
+    aten.rand_like,
+    aten.randn_like,
+    aten.randint_like,
+    aten.bernoulli,
+    aten.binomial,
+    aten.multinomial,
+    aten.poisson,
+    aten._standard_gamma,
+    aten._sample_dirichlet,
+)
+
+
+def _out_variants(*packets: Any) -> list[Any]:
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return [func for func in overloads if func._schema.arguments[-1].name == "out"]
+
+
+@special(*_out_variants(*_FACTORIES, *_OTHERS))
+def _into(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """The tensor that ``out=`` names keeps its placement; what is drawn is copied there.
+
+    Raises:
+        UnsupportedError: torch would resize it.
+    """
+    rest = dict(kwargs)
+    out = rest.pop("out")
+    if func is aten.normal.out:
+        drawn = aten.normal_functional.default(*args, **rest)
+    elif any(isinstance(value, torch.Tensor) for value in args):
+        drawn = func._overloadpacket(*args, **rest)
+    else:
+        name = func._overloadname.removesuffix("out").removesuffix("_") or "default"
+        factory = getattr(func._overloadpacket, name)
+        layout = out._spec.layout
+        drawn = make(cls, factory, args, {**rest, "dtype": out.dtype}, layout, location)
+    if drawn.shape != out.shape:
+        raise UnsupportedError(
+            f"{func.name()} would resize its output from {list(out.shape)} to {list(drawn.shape)}; "
+            f"pass a tensor of the right shape, or leave out= away"
+        )
+    return out.copy_(drawn)
+
+
+@special(aten.randint_like.Tensor, aten.randint_like.Tensor_generator)
+def _randint_like(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """A bound that is a tensor is fetched: every device needs it as a number."""
+    like, high = args
+    return aten.randint_like(like, int(high), **kwargs)
+
+
+@special(aten.scaled_dot_product_attention.default)
+def _attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """With a dropout, attention is made of the ops that torch makes it of when it is differentiated."""
+    dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    return func.decompose(*args, **kwargs) if dropout else NotImplemented
