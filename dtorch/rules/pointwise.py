@@ -20,8 +20,8 @@ from dtorch.shapes import (
 )
 from dtorch.spec import Spec, contiguous_stride
 
-#: The dtype of the result: promoted; promoted, then floating; bool; or that of the first tensor.
-ResultKind: TypeAlias = Literal["promoted", "floating", "bool", "first"]
+#: The dtype of the result: promoted; promoted, then floating; promoted, then real; bool; or that of the first tensor.
+ResultKind: TypeAlias = Literal["promoted", "floating", "real", "bool", "first"]
 #: Parameters whose numbers take part in the promotion of dtypes.
 _NUMBERS = ("other", "exponent", "min", "max")
 
@@ -77,6 +77,8 @@ def _result_dtype(call: Call, tensors: list[Spec], kind: ResultKind) -> torch.dt
     if call.has("self") and type(number := call.get("self")) is not Spec:
         operands.append(number)
     dtype = result_type(operands)
+    if kind == "real":
+        return dtype.to_real()
     if kind == "floating" and not (dtype.is_floating_point or dtype.is_complex) and _true_division(call):
         return torch.get_default_dtype()
     return dtype
@@ -119,8 +121,9 @@ rule(
 pointwise("copy_", converts="b", result="first")
 
 # Not linear: one tensor
+pointwise("abs", result="real")
 pointwise(
-    "abs sign sgn relu relu6 silu gelu mish elu celu selu softplus hardtanh hardswish hardsigmoid leaky_relu "
+    "sign sgn relu relu6 silu gelu mish elu celu selu softplus hardtanh hardswish hardsigmoid leaky_relu "
     "hardshrink softshrink threshold ceil floor round trunc frac square bitwise_not clamp clamp_min clamp_max "
     "nan_to_num"
 )
