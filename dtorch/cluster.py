@@ -246,6 +246,11 @@ def current_session() -> Session:
     return _stack[-1].session
 
 
+def session_if_open() -> Session | None:
+    """The session that new tensors belong to, if one is open."""
+    return _stack[-1].session if _stack and _forked_from is None else None
+
+
 def start_ahead() -> None:
     """Start the processes of an embedded cluster, because the first op is about to come."""
     global _ahead

@@ -293,14 +293,24 @@ class Session:
         """The longest wait when none is given, in seconds."""
         return self.settings.wait_timeout_s
 
-    def fetch(self, handle: Handle, spec: Spec, what: str = "value") -> TensorFuture:
-        """Ask for a value. Everything that its graph has issued is sent first. Errors call it ``what``."""
+    def fetch(
+        self,
+        handle: Handle,
+        spec: Spec,
+        what: str = "value",
+        convert: Callable[[torch.Tensor], Any] | None = None,
+    ) -> TensorFuture:
+        """Ask for a value, or for what ``convert`` makes of it. Everything that its graph has issued is sent first.
+
+        Errors call it ``what``.
+        """
         handle.graph.flush()
         gathering = plan_gathering(spec)
         future = TensorFuture(
             spec,
             lambda: f"the {what} of {handle.origin} issued at {describe(handle.location)}",
             self,
+            convert,
         )
         with self._changed:
             self.check_open()

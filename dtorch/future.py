@@ -193,11 +193,21 @@ class ClusterFuture(ABC, Generic[T]):
 
 
 class TensorFuture(ClusterFuture[torch.Tensor]):
-    """The value of a tensor, as a CPU tensor of global shape; assembled when it is first asked for."""
+    """The value of a tensor, as a CPU tensor of global shape; assembled when it is first asked for.
 
-    def __init__(self, spec: Spec, describe: Callable[[], str], waiter: Waiter) -> None:
+    That of ``item_async()`` and ``tolist_async()`` gives Python numbers instead: ``convert`` makes them.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        describe: Callable[[], str],
+        waiter: Waiter,
+        convert: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
         super().__init__(describe, waiter)
         self._spec = spec
+        self._convert = convert
         self._pieces: Mapping[int, LocalPiece] = {}
 
     def deliver(self, pieces: Mapping[int, LocalPiece]) -> None:
@@ -207,7 +217,7 @@ class TensorFuture(ClusterFuture[torch.Tensor]):
     def _make_result(self) -> torch.Tensor:
         result = assemble(self._spec, self._pieces)
         self._pieces = {}
-        return result
+        return result if self._convert is None else self._convert(result)
 
     def _num_result_bytes(self) -> int:
         return self._spec.num_bytes

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import linecache
 import os
 import sys
 import threading
+from contextvars import ContextVar
 from types import CodeType, FrameType
 
 import torch
 
 UNKNOWN = 0
 
+
+def _folder(file: str) -> str:
+    return os.path.join(os.path.dirname(os.path.abspath(file)), "")
+
+
 #: Files below these folders are not the user's; neither is what Python makes up itself.
 _LIBRARY_PREFIXES = (
-    os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""),
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), ""),
+    _folder(torch.__file__),
+    _folder(__file__),
+    _folder(asyncio.__file__),
+    _folder(concurrent.futures.__file__),
+    threading.__file__,
     "<frozen",
 )
 
@@ -28,6 +39,8 @@ _places: list[tuple[CodeType, int]] = []
 _library_codes: dict[int, CodeType] = {}
 
 
+#: The place that a call was started from which runs on another thread.
+caller: ContextVar[int] = ContextVar("dtorch_caller", default=UNKNOWN)
 #: Threads that are inside a backward pass, the last to begin last.
 in_backward: list[int] = []
 
@@ -36,12 +49,12 @@ def capture(frame: FrameType | None, thread_id: int | None = None) -> int:
     """The location of the innermost frame that is the user's, from ``frame`` outwards.
 
     Autograd's own threads have no such frame: then that of the thread which called ``backward()`` counts;
-    ``thread_id`` when it is one of several.
+    ``thread_id`` when it is one of several. Nor has the thread of a ``call_async``: then ``caller`` counts.
     """
-    found = _search(frame)
+    found = _search(frame) or caller.get()
     if found == UNKNOWN and in_backward:
-        caller = thread_id if thread_id in in_backward else in_backward[-1]
-        found = _search(sys._current_frames().get(caller))
+        waiting = thread_id if thread_id in in_backward else in_backward[-1]
+        found = _search(sys._current_frames().get(waiting))
     return found
 
 

@@ -73,6 +73,20 @@ class Tensor(torch.Tensor):
         """
         return self.value().get(timeout_s)
 
+    def item_async(self) -> TensorFuture:
+        """The value of a tensor with one element, as a Python number: ``n = await x.item_async()``.
+
+        Raises:
+            RuntimeError: it has more elements, or none.
+        """
+        if self.numel() != 1:
+            raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+        return self._handle.graph.session.fetch(self._handle, self._spec, convert=torch.Tensor.item)
+
+    def tolist_async(self) -> TensorFuture:
+        """As ``tolist``, to be awaited (or ``.get()``)."""
+        return self._handle.graph.session.fetch(self._handle, self._spec, convert=torch.Tensor.tolist)
+
     def tolist(self) -> Any:
         """Nested lists of Python numbers, or a number for a 0-dim tensor."""
         return fetched(self).tolist()

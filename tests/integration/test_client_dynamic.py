@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -148,3 +149,100 @@ def test_values_are_those_of_torch(mesh: DeviceMesh, name: str) -> None:
             assert "write:" in str(refused), refused
             with dtorch.auto_redistribute():
                 check()
+
+
+# ---- in an event loop ----
+
+
+@pytest.fixture
+def x(mesh: DeviceMesh) -> Any:
+    return dtorch.from_torch(X[0], device_mesh=mesh, requires_grad=True)
+
+
+async def test_calls_that_wait_are_awaited(x: Any) -> None:
+    rows, positive = await asyncio.gather(
+        dtorch.call_async(torch.nonzero, x > 0), dtorch.call_async(torch.masked_select, x, x > 0)
+    )
+    assert torch.equal(rows.to_torch(), torch.nonzero(X[0] > 0))
+    (gradient,) = torch.autograd.grad((positive**2).sum(), x)
+    torch.testing.assert_close(await gradient.value(), torch.where(X[0] > 0, 2 * X[0], 0.0))
+    assert await dtorch.call_async(bool, (x < 2).all()) is True
+
+
+async def test_the_loop_goes_on_while_a_call_waits(mesh: DeviceMesh) -> None:
+    a = dtorch.rand(400, 400, device_mesh=mesh)
+    for _ in range(20):
+        a = (a @ a).clamp(0, 1)
+    call = dtorch.call_async(torch.nonzero, a)
+    turns = 0
+    while not call.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 10
+    assert (await call).shape == (400 * 400, 2)
+
+
+async def test_a_call_runs_as_it_would_have_here(x: Any, mesh: DeviceMesh) -> None:
+    def state() -> Any:
+        made = torch.zeros(2)
+        y = x[x > 0] @ x[x > 0]
+        return made.device.type, made.graph, made.device_mesh, y.requires_grad, y.dtype
+
+    graph = dtorch.Graph()
+    with (
+        graph,
+        graph.device_mesh_guard(mesh),
+        torch.device("dtorch"),
+        torch.no_grad(),
+        torch.autocast("dtorch", torch.bfloat16),
+    ):
+        assert await dtorch.call_async(state) == state()
+        assert state() == ("dtorch", graph, mesh, False, torch.bfloat16)
+    cut = x.detach().redistribute(placements=[Shard(0)])
+    with pytest.raises(PlacementError, match="only the data tells the shape"):
+        await dtorch.call_async(torch.nonzero, cut)
+    with dtorch.auto_redistribute():
+        rows = await dtorch.call_async(torch.nonzero, cut)
+    assert len(rows) == int((X[0] != 0).sum())
+
+
+async def test_numbers_are_awaited(x: Any) -> None:
+    assert await x.sum().item_async() == pytest.approx(X[0].sum().item())
+    assert await (x > 0).tolist_async() == (X[0] > 0).tolist()
+    assert x[0, 0].item_async().get() == X[0, 0, 0].item()
+    with pytest.raises(RuntimeError, match="18 elements cannot be converted"):
+        x.item_async()
+
+
+async def test_an_op_that_fails_shows_the_line_that_called_it(x: Any, mesh: DeviceMesh) -> None:
+    repeats = dtorch.tensor([1, -1], device_mesh=mesh)
+    with pytest.raises(dtorch.RemoteOpError, match="repeats can not be negative") as raised:
+        await dtorch.call_async(torch.repeat_interleave, repeats)
+    assert "await dtorch.call_async(torch.repeat_interleave, repeats)" in str(raised.value)
+    with pytest.raises(dtorch.RemoteOpError) as raised:
+        torch.repeat_interleave(repeats)
+    assert "        torch.repeat_interleave(repeats)" not in str(raised.value.location)
+    assert "torch.repeat_interleave(repeats)" in raised.value.location
+    assert x.sum().isfinite()
+
+
+def test_outside_of_a_loop_there_is_nothing_to_await(x: Any) -> None:
+    with pytest.raises(dtorch.UnsupportedError, match="call the function itself"):
+        dtorch.call_async(torch.nonzero, x)
+
+
+def test_masks_of_other_shapes_are_refused_at_once(x: Any) -> None:
+    for index in (x[:, 0] > 0, torch.tensor([True, False])):
+        with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+            x[:, index]
+        with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+            x.detach()[:, index] = 1
+
+
+def test_out_takes_what_fits(x: Any, mesh: DeviceMesh) -> None:
+    out = dtorch.zeros(2, 2, dtype=torch.int64, device_mesh=mesh)
+    mask = dtorch.tensor([[False, True], [True, False]], device_mesh=mesh)
+    assert torch.nonzero(mask, out=out) is out
+    assert out.tolist() == [[0, 1], [1, 0]]
+    with pytest.raises(dtorch.UnsupportedError, match=r"from \[2, 2\] to \[4, 2\]"):
+        torch.nonzero(~mask | mask, out=out)
