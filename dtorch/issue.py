@@ -224,15 +224,15 @@ def _handles(
     handles = []
     made = [output for output in entry.plan.outputs if isinstance(output, NewOutput | LaterOutput)]
     for value_id, output in zip_longest(ids, made):
-        window = output.window if isinstance(output, NewOutput) else None
-        if window is None:
+        if not isinstance(output, NewOutput) or output.window is None:
             handles.append(Handle(graph, value_id, entry, location))
-        else:
-            source: Handle = tensors[window.index]._handle
-            start = window.offset * output.spec.dtype.itemsize
-            if not window.is_absolute:
-                start += source.offset_bytes
-            handles.append(ViewHandle(graph, value_id, entry, location, source.root, start))
+            continue
+        window = output.window
+        source: Handle = tensors[window.index]._handle
+        start = window.offset * output.spec.dtype.itemsize
+        if not window.is_absolute:
+            start += source.offset_bytes
+        handles.append(ViewHandle(graph, value_id, entry, location, source.root, start))
     return handles
 
 
