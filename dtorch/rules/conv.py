@@ -1,4 +1,5 @@
-"""Convolutions: batch, channels and groups may be cut. A cut of space would need the neighbours of its edge."""
+"""Convolutions: batch, channels and groups may be cut. A cut of space would need the neighbours of its edge, but for
+windows that lie side by side (patches)."""
 
 from __future__ import annotations
 
@@ -11,13 +12,22 @@ from dtorch.rules.dsl import rule
 from dtorch.rules.empty import all_arguments, localized_or_zeros, on_pieces, some_device_is_empty
 from dtorch.rules.equation import Matched, dim_cuts, nested_cuts
 from dtorch.rules.reduce import other_op
+from dtorch.rules.tiles import per_dim, space_letters, tiles
 from dtorch.shapes import Metas, TensorMeta
 
 
-def _space(call: Call) -> tuple[str, str, str]:
-    """Letters of the spatial dims of input, weight and output."""
-    count = len(call.spec("input").shape) - 2
-    return "pqr"[:count], "stu"[:count], "xyz"[:count]
+def _space(call: Call) -> tuple[str, str, str, str]:
+    """Letters of the spatial dims of input, weight and output, and those that must be whole."""
+    small, large = call.spec("input").shape[2:], call.spec("weight").shape[2:]
+    count = len(small)
+    stride, padding, dilation, more = (
+        per_dim(call.get(name), count) for name in ("stride", "padding", "dilation", "output_padding")
+    )
+    sizes = [s * n for s, n in zip(stride, small)] if call.get("transposed") else small
+    tiled = [tiles(*options) for options in zip(sizes, large, stride, padding, dilation)]
+    before, after, whole = space_letters([t and not m for t, m in zip(tiled, more)])
+    window = "stu"[:count]
+    return before, window, after, whole + window
 
 
 def _channels(call: Call) -> tuple[str, str, str]:
@@ -31,14 +41,14 @@ def _channels(call: Call) -> tuple[str, str, str]:
 
 
 def _convolution(call: Call) -> str:
-    before, window, after = _space(call)
+    before, window, after, _ = _space(call)
     given, weight, made = _channels(call)
     return f"n{given}{before},{weight}{window},{made}->n{made}{after}"
 
 
 def _convolution_backward(call: Call) -> str:
     """A result that is not wanted has every letter: nothing is asked for it."""
-    before, window, after = _space(call)
+    before, window, after, _ = _space(call)
     given, weight, made = _channels(call)
     results = [f"n{given}{before}", f"{weight}{window}", made]
     wanted = [
@@ -48,7 +58,7 @@ def _convolution_backward(call: Call) -> str:
 
 
 def _whole(call: Call) -> str:
-    return "".join(_space(call)) + "j"
+    return _space(call)[3] + "j"
 
 
 def _whole_backward(call: Call) -> str:
@@ -111,8 +121,8 @@ rule(
     linear="a*b+c",
     lifts=True,
     whole=_whole,
-    slices="*",
-    grouped="o",
+    slices="c",
+    grouped="opqr",
     specialize=_convolution_of_pieces,
 )
 rule(
@@ -121,7 +131,7 @@ rule(
     linear="a",
     whole=_whole_backward,
     slices="*",
-    grouped="o",
+    grouped="opqr",
     localize=_local_bias,
     specialize=_backward_of_pieces,
 )

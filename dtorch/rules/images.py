@@ -102,9 +102,8 @@ rule(
 
 # ------------------------------------------------------------------------------------------------- pixels
 
-# Channels are a multiple on one side, and a cut of one is that of the other where they are even.
-rule("pixel_shuffle", "...cpq->...cxy", linear="a", whole="pqxy", grouped="c", specialize=or_zeros)
-rule("pixel_unshuffle", "...cpq->...cxy", linear="a", whole="pqxy", grouped="c", specialize=or_zeros)
+# Dims are a multiple on one side, and a cut of one is that of the other where they are even.
+rule("pixel_shuffle pixel_unshuffle", "...cpq->...cpq", linear="a", grouped="cpq", specialize=or_zeros)
 rule("im2col", "...cpq->...cl", linear="a", whole="pql", grouped="c", specialize=or_zeros)
 rule("col2im", "...cl->...cpq", linear="a", whole="pql", grouped="c", specialize=or_zeros)
 

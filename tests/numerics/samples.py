@@ -308,7 +308,6 @@ NN = [
         [True, True, True],
     ),
     call(aten.max_pool2d_with_indices.default, real(3, 3, 4, 4), [2, 2], [2, 2]),
-    call(aten.avg_pool2d.default, real(3, 3, 4, 4), [2, 2]),
 ]
 ATTENTION = [
     call(aten.scaled_dot_product_attention.default, real(2, 3, 4, 5), real(2, 3, 4, 5), real(2, 3, 4, 5)),

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from dtorch.rules.equation import Signature
 from tests.numerics.more_samples import overload
 from tests.numerics.samples import aten, call, real
 from tests.support.rule_checks import Sample
 
-_SPACE = {1: (5,), 2: (4, 5), 3: (4, 4, 5)}
-_LARGE = {1: (10,), 2: (8, 10), 3: (8, 8, 10)}
+_SPACE = {1: (5,), 2: (5, 4), 3: (5, 4, 5)}
+_LARGE = {1: (10,), 2: (10, 8), 3: (10, 8, 10)}
 
 
 def images(count: int, batch: int = 2, channels: int = 3) -> torch.Tensor:
@@ -43,11 +44,12 @@ def _convolution(
     groups: int = 1,
     padding: int = 1,
     dilation: int = 1,
+    stride: int = 1,
 ) -> list[Sample]:
     """A convolution and its derivatives, those of the bias too if it has one."""
     count = x.ndim - 2
     options = (
-        [1] * count,
+        [stride] * count,
         [padding] * count,
         [dilation] * count,
         transposed,
@@ -76,6 +78,10 @@ CONVOLUTIONS = [
     *_convolution(real(2, 3, 5), real(4, 3, 3), real(4), "1d"),
     *_convolution(real(3, 2, 4, 5), real(3, 2, 3, 3), None, "without bias", dilation=2, padding=2),
     *_convolution(real(2, 2, 3, 3, 3), real(3, 2, 2, 2, 2), real(3), "3d"),
+    *_convolution(real(2, 2, 12, 12), real(3, 2, 2, 2), real(3), "of patches", padding=0, stride=2),
+    *_convolution(
+        real(2, 2, 6), real(2, 3, 2), real(3), "of patches, transposed", padding=0, stride=2, transposed=True
+    ),
     *_convolution(real(2, 3, 5), real(3, 4, 3), real(4), "transposed", transposed=True),
     *_convolution(real(2, 12, 3), real(12, 2, 3), real(12), "in groups", groups=6),
     *_convolution(real(2, 6, 3), real(12, 1, 3), real(12), "depthwise", groups=6),
@@ -115,12 +121,13 @@ def _pooling(count: int) -> list[Sample]:
     _, random_places = overload(f"fractional_max_pool{count}d")(x, window, window, samples)
     unpooled = [list(x.shape[2:])] if count == 2 else [list(x.shape[2:]), window, zeros]
     pads = (window, window, zeros)
+    tiles = {"except_for": _between_tiles}
     return [
-        call(overload(f"avg_pool{count}d"), x, window, name=f"avg_pool{count}d of a batch"),
-        call(overload(f"avg_pool{count}d"), x[0], window, name=f"avg_pool{count}d of one"),
-        call(overload(f"avg_pool{count}d_backward"), gradient, x, *pads, False, True, None),
-        call(overload(f"_adaptive_avg_pool{count}d"), x, window),
-        call(overload(f"_adaptive_avg_pool{count}d_backward"), real(2, 3, *window), x),
+        call(overload(f"avg_pool{count}d"), x, window, name=f"avg_pool{count}d of a batch", **tiles),
+        call(overload(f"avg_pool{count}d"), x[0], window, name=f"avg_pool{count}d of one", **tiles),
+        call(overload(f"avg_pool{count}d_backward"), gradient, x, *pads, False, True, None, **tiles),
+        call(overload(f"_adaptive_avg_pool{count}d"), x, window, **tiles),
+        call(overload(f"_adaptive_avg_pool{count}d_backward"), real(2, 3, *window), x, **tiles),
         call(overload(f"max_pool{count}d_with_indices"), x, window),
         call(
             overload(f"max_pool{count}d_with_indices_backward"),
@@ -154,7 +161,30 @@ def _pooling(count: int) -> list[Sample]:
     ]
 
 
-POOLING = [*_pooling(2), *_pooling(3)]
+def _between_tiles(signature: Signature) -> bool:
+    """Whether it cuts a dim of space, which sizes of samples let fall inside windows."""
+    return signature.letter in ("p", "q", "r")
+
+
+POOLING = [
+    *_pooling(2),
+    *_pooling(3),
+    call(aten.avg_pool2d.default, real(2, 12, 5), [2, 2], [2, 1], name="avg_pool2d of tiles"),
+    call(
+        aten.avg_pool2d_backward.default,
+        real(2, 6, 4),
+        real(2, 12, 5),
+        *([2, 2], [2, 1], [0, 0], False, True, None),
+        name="avg_pool2d_backward of tiles",
+    ),
+    call(aten._adaptive_avg_pool2d.default, real(2, 12, 5), [6, 4], name="_adaptive_avg_pool2d of tiles"),
+    call(
+        aten._adaptive_avg_pool2d_backward.default,
+        real(2, 6, 4),
+        real(2, 12, 5),
+        name="_adaptive_avg_pool2d_backward of tiles",
+    ),
+]
 
 # ------------------------------------------------------------------------------------------------- images
 
@@ -221,8 +251,8 @@ IMAGES = [
     ),
     call(aten.affine_grid_generator.default, real(2, 2, 3), [2, 3, 4, 5], False),
     call(aten.affine_grid_generator.default, real(2, 3, 4), [2, 3, 2, 3, 2], True, name="affine_grid 3d"),
-    call(aten.pixel_shuffle.default, real(2, 24, 1, 2), 2),
-    call(aten.pixel_unshuffle.default, real(2, 6, 2, 4), 2),
+    call(aten.pixel_shuffle.default, real(2, 24, 6, 6), 2),
+    call(aten.pixel_unshuffle.default, real(2, 6, 12, 12), 2),
     call(aten.channel_shuffle.default, real(3, 6, 2, 2), 3),
     call(aten.im2col.default, real(2, 6, 2, 3), [2, 2], [1, 1], [0, 0], [1, 1]),
     call(aten.col2im.default, real(2, 24, 2), [2, 3], [2, 2], [1, 1], [0, 0], [1, 1]),
