@@ -74,10 +74,15 @@ def _index_rows(call: Call) -> str:
     return f"{names},{index},{source}->{names}"
 
 
+def _index_fill(call: Call) -> str:
+    names = letters(len(call.inputs[0].shape))
+    return f"{names},{'Z' if call.spec('index').shape else ''},->{names}"
+
+
 rule("index_select", _index_select, moves="a", whole=_along)
 rule("index_add", _index_rows, linear="a+c", lifts=True, whole=_along)
-rule("index_copy", _index_rows, whole=lambda call: _along(call) + "Z")
-rule("index_fill.int_Scalar", _index_rows, whole=lambda call: _along(call) + "Z")
+rule("index_copy index_reduce", _index_rows, whole=lambda call: _along(call) + "Z")
+rule("index_fill.int_Scalar index_fill.int_Tensor", _index_fill, whole=lambda call: _along(call) + "Z")
 rule("bucketize.Tensor", "...,z->...", whole="z")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.numerics.more_samples import each, n, row, u, unit, x
 from tests.numerics.samples import aten, call, real, whole_numbers
 
@@ -45,6 +47,8 @@ SCATTER = [
     call(aten.take.default, real(4, 5), whole_numbers(20, 3, 2)),
     call(aten.put.default, real(4, 5), whole_numbers(20, 4, 2), real(4, 2), True),
     call(aten.put_.default, real(4, 5), whole_numbers(1, 1), real(1), False),
+    call(aten.index_reduce.default, x(), 1, torch.tensor([0, 2]), real(4, 2), "amax"),
+    call(aten.index_fill.int_Tensor, x(), 1, torch.tensor([0, 2]), real()),
     call(aten.rot90.default, real(4, 5, 3), 1, [0, 2]),
     call(aten.rot90.default, real(4, 5, 3), 2, [1, 2], name="rot90 half"),
 ]
