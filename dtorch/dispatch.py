@@ -209,9 +209,14 @@ def _dispatch_slowly(
     log = auto.current()
     entry = entry_of(cls, func, args, kwargs, tensors, key, graph, log is not None)
     seeds = seed_source(_generator_in(args, kwargs))
-    if op_of(func).writes:
+    op = op_of(func)
+    if op.writes or op.unsaid_writes:
         auto.note_write()
     if log is not None and type(entry) is AutoEntry:
+        if op.writes_lists and is_entangled(entry, tensors):
+            for part in one_by_one(args, kwargs):
+                dispatch(cls, func, (), *part)
+            return None
         return issue_converted(cls, entry, log, graph, tensors, location, seeds)
     return issue(cls, entry, graph, tensors, location, seeds)
 
