@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from dtorch import autocast, dynamic_calls, engine, random, random_calls, recurrent, transforms
+from dtorch import (
+    autocast,
+    dynamic_calls,
+    engine,
+    metadata as _metadata,  # noqa: F401  registers its calls
+    random,
+    random_calls,
+    recurrent,
+    transforms,
+)
 from dtorch.dispatch import KEPT_WHOLE, LinkedArgument, dispatch
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph

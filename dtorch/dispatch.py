@@ -18,7 +18,9 @@ from dtorch.issue import DEVICE, Entry, issue, issue_view, make_entry, upload
 from dtorch.location import capture, known
 from dtorch.propagate import propagate
 from dtorch.random import Generator, seed_source
+from dtorch.resize import resize_outputs
 from dtorch.rules.call import op_of
+from dtorch.shapes import NeedsResize
 from dtorch.spec import Spec
 from dtorch_runtime.errors import MixedTensorError
 from dtorch_runtime.ir.layout import Layout
@@ -115,8 +117,8 @@ def _add_to_key(cls: type[torch.Tensor], value: Any, key: list[Any], tensors: li
         key.append(len(value))
         for item in value:
             _add_to_key(cls, item, key, tensors)
-    elif kind is torch.Generator or kind is Generator:
-        key.append(kind)  # which one decides about the seeds, not about the op
+    elif kind is torch.Generator or kind is Generator or kind is torch.UntypedStorage:
+        key.append(kind)  # which generator decides about the seeds, not about the op; storages are refused
     elif kind in _PLAIN or (kind is float and value == value and value):
         key.append(kind)
         key.append(value)
@@ -207,7 +209,11 @@ def _dispatch_slowly(
         args, kwargs = _bring_in(cls, func, args, kwargs, graph, tensors, location)
         return dispatch(cls, func, (), args, kwargs)
     log = auto.current()
-    entry = entry_of(cls, func, args, kwargs, tensors, key, graph, log is not None)
+    try:
+        entry = entry_of(cls, func, args, kwargs, tensors, key, graph, log is not None)
+    except NeedsResize as needed:
+        resize_outputs(tensors, needed.sizes, location)
+        return dispatch(cls, func, (), args, kwargs)
     seeds = seed_source(_generator_in(args, kwargs))
     op = op_of(func)
     if op.writes or op.unsaid_writes:

@@ -38,6 +38,8 @@ class Handle:
 
     #: Where the value begins in the memory of ``root``.
     offset_bytes = 0
+    #: What ``untyped_storage()`` gives for tensors with this root, once somebody has asked.
+    storage: Any
 
     def __init__(self, graph: Graph, value_id: int, origin: Any, location: int) -> None:
         self.graph = graph

@@ -12,6 +12,7 @@ from dtorch.dynamic import description_spec
 from dtorch.graph import FREE_BATCH, Graph, Handle, ViewHandle
 from dtorch.meshes import layout_record
 from dtorch.op_plan import LaterOutput, NewOutput, OpPlan, SameTensor, SameValue, Window
+from dtorch.overlap import checks_overlap, refuse_partial_overlap
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes
@@ -33,6 +34,7 @@ class Entry:
     """A plan made ready for one session: what the cache of calls holds."""
 
     __slots__ = (
+        "checks_overlap",
         "default_dtype",
         "dtype",
         "func",
@@ -76,6 +78,8 @@ class Entry:
             self.shape = spec.shape
             self.stride = None if spec.stride == contiguous_stride(spec.shape) else spec.stride
             self.dtype = spec.dtype
+        #: Whether the op must not write across what it reads.
+        self.checks_overlap = len(plan.layouts) > 1 and bool(plan.mutates) and checks_overlap(func)
         if window is not None:
             self.view_offset_bytes = window.offset * self.dtype.itemsize
 
@@ -136,6 +140,8 @@ def issue(
 ) -> Any:
     """Issue a planned call on its tensors and return what the user gets. ``tensors`` are in slot order."""
     plan = entry.plan
+    if entry.checks_overlap and ViewHandle in [type(tensor._handle) for tensor in tensors]:
+        refuse_partial_overlap(entry, plan.mutates, tensors)
     if plan.conversions:
         tensors = list(tensors)
         for index, layout in plan.conversions:
@@ -221,7 +227,7 @@ def _handles(
     entry: Entry, graph: Graph, tensors: Sequence[Any], ids: list[int], location: int
 ) -> list[Handle]:
     """A handle for each value that the op makes; those of views know whose memory they share."""
-    handles = []
+    handles: list[Handle] = []
     made = [output for output in entry.plan.outputs if isinstance(output, NewOutput | LaterOutput)]
     for value_id, output in zip_longest(ids, made):
         if not isinstance(output, NewOutput) or output.window is None:

@@ -8,7 +8,7 @@ import torch
 
 from dtorch.dynamic import needs_whole, plan_dynamic
 from dtorch.op_plan import OpPlan, SameValue
-from dtorch.overlap import refuse_overlap
+from dtorch.overlap import refuse_shared_elements
 from dtorch.rules import factory, random
 from dtorch.rules.call import Call, Op, op_of
 from dtorch.rules.explain import no_rule
@@ -56,7 +56,7 @@ def propagate(
         return factory.plan_factory(call, default_layout)
     _refuse_metadata_changes(op)
     if op.writes:
-        refuse_overlap(call)
+        refuse_shared_elements(call)
     if op.base in _SAME_VALUE:
         spec = call.inputs[0]
         same = intern_spec(spec.shape, spec.dtype, spec.layout, spec.stride)

@@ -21,6 +21,17 @@ class ShapeNeedsData(UnsupportedError):
     """Torch cannot tell the shape of the result without the data, or has no meta kernel for the op."""
 
 
+class NeedsResize(UnsupportedError):
+    """``out=`` tensors have other shapes than the results, and torch would resize them.
+
+    ``sizes`` has (input index, shape of the result) for each of them.
+    """
+
+    def __init__(self, message: str, sizes: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
+        super().__init__(message)
+        self.sizes = sizes
+
+
 class TensorMeta(NamedTuple):
     """What a tensor is, but for where it lives."""
 
@@ -76,7 +87,7 @@ def check_written(call: Call) -> None:
 
     Raises:
         RuntimeError: as torch raises it.
-        UnsupportedError: torch would resize the ``out=`` tensor.
+        NeedsResize: torch would resize the ``out=`` tensor.
     """
     function = shape_function(call)
     metas = function(call) if function is not None else None
@@ -87,9 +98,10 @@ def check_written(call: Call) -> None:
     after = run_on_meta(call)
     results = [meta.shape for meta in after if isinstance(meta, TensorMeta)]
     if results and len(results) == len(before) and results != before:
-        raise UnsupportedError(
+        raise NeedsResize(
             f"{call.op} would resize its output from {list(before[0])} to {list(results[0])}; "
-            f"pass a tensor of the right shape, or leave out= away"
+            f"pass a tensor of the right shape, or leave out= away",
+            tuple(zip(call.written, results, strict=True)),
         )
 
 

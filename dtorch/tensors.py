@@ -11,6 +11,8 @@ from dtorch import printing, redistribute
 from dtorch.dispatch import dispatch, fetched
 from dtorch.future import TensorFuture
 from dtorch.graph import Graph, Handle
+from dtorch.issue import make_symbol
+from dtorch.resize import adopt
 from dtorch.spec import Spec
 from dtorch_runtime.errors import MixedTensorError, UnsupportedError
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -153,6 +155,31 @@ class Tensor(torch.Tensor):
         """Another tensor for the same value, as in torch."""
         return self.detach().requires_grad_(self.requires_grad)
 
+    # ---- its memory, which is on the workers ----
+
+    def storage_offset(self) -> int:
+        """Elements before its first one in the memory that it shares, of the global tensor."""
+        return self._handle.offset_bytes // self._spec.dtype.itemsize
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The same object for all tensors that share memory. It has a size, and no data here."""
+        root = self._handle.root
+        if not hasattr(root, "storage"):
+            root.storage = torch.Tensor.untyped_storage(self if self._base is None else self._base)
+        storage: torch.UntypedStorage = root.storage
+        return storage
+
+    def data_ptr(self) -> int:
+        """There is none.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "a dtorch tensor has no address here, its memory is on the workers. To see whether two tensors share "
+            "memory, write x.untyped_storage()._cdata == y.untyped_storage()._cdata; for its value, x.cpu()"
+        )
+
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError("a dtorch tensor has no memory here to share; write x.cpu().__dlpack__()")
 
@@ -182,8 +209,9 @@ class Tensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same value without its history. Assigning makes this tensor stand for another value."""
-        return self.detach()
+        """The same value without its history, with a version of its own. Assigned to, this tensor becomes another."""
+        with torch.inference_mode(self.is_inference()):
+            return make_symbol(type(self), self._spec, self._handle)  # type: ignore[no-any-return]  # of a Tensor
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
@@ -191,5 +219,4 @@ class Tensor(torch.Tensor):
             raise MixedTensorError(
                 f"x.data takes another dtorch tensor, got one on {other.device}; write x.data = t.to('dtorch')"
             )
-        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # a C descriptor
-        self._spec, self._handle = other._spec, other._handle
+        adopt(self, other)

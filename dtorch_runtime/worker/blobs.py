@@ -80,11 +80,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory itself, not a copy; writable."""
-    # Not by reshaping: the stride of a dim of size 1 may be anything, and stays.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    """The bytes of a contiguous tensor in host memory itself, not a copy; writable. It keeps the tensor alive.
+
+    Not by ``numpy()``: torch lets nobody resize memory that numpy has seen.
+    """
+    if tensor.nbytes == 0:
+        return memoryview(bytearray())
+    buffer: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    buffer.tensor = tensor
+    return memoryview(buffer).cast("B")
 
 
 class ChunkedTensor:

@@ -25,6 +25,19 @@ def box_of(whole: torch.Tensor, starts: list[int], sizes: list[int]) -> torch.Te
     return result
 
 
+@kernel("resized")
+def resized(x: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
+    """The memory of ``x`` as a tensor of another size, more of it where it is too small.
+
+    Args:
+        size: local.
+        stride: of the global tensor; its order of dims is kept.
+    """
+    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
+    rows: torch.Tensor = torch.ops.aten.alias(x).resize_([size[dim] for dim in order])
+    return rows.permute([order.index(dim) for dim in range(len(size))])
+
+
 @kernel("embedding_shard")
 def embedding_shard(weight: torch.Tensor, indices: torch.Tensor, start: int) -> torch.Tensor:
     """Rows of a vocabulary of which this device holds the rows from ``start`` on; zeros for rows elsewhere.

@@ -1,0 +1,90 @@
+"""A symbol that comes to stand for another value: ``resize_``, and ``out=`` tensors of another size than the result."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtorch.graph import Graph
+from dtorch.issue import issue, make_entry
+from dtorch.op_plan import NewOutput, OpPlan, Window
+from dtorch.rules.call import local_shape
+from dtorch.rules.explain import redistribute
+from dtorch.spec import Spec, intern_spec
+from dtorch_runtime.errors import PlacementError
+from dtorch_runtime.ir.placement import Replicate, Shard
+from dtorch_runtime.wire.records import ListArg, Slot
+
+
+def adopt(target: Any, source: Any) -> Any:
+    """Let ``target`` stand for the value of ``source``, with its shape and strides; returns it.
+
+    Torch's own side of it, history, hooks and version, stays that of ``target``.
+    """
+    torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]  # a C descriptor
+    target._spec, target._handle = source._spec, source._handle
+    return target
+
+
+def resize(target: Any, size: list[int], memory_format: torch.memory_format | None, location: int) -> Any:
+    """``resize_``: the same memory with another shape, more of it where it is too small. Returns ``target``.
+
+    Raises:
+        PlacementError: the tensor is cut or partial, and its elements would move between devices.
+    """
+    spec: Spec = target._spec
+    meta = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+    if memory_format is None:
+        meta.resize_(size)
+    else:
+        meta.resize_(size, memory_format=memory_format)
+    shape, stride = tuple(meta.shape), tuple(meta.stride())
+    if shape == spec.shape and stride == spec.stride:
+        return target
+    is_empty = math.prod(spec.shape) == 0
+    fits = all(not isinstance(p, Shard) or p.dim < len(shape) for p in spec.layout.placements)
+    if not spec.layout.is_replicated and not (is_empty and fits):
+        whole = [Replicate()] * len(spec.layout.placements)
+        raise PlacementError(
+            f"resize_() to {size} would move elements between devices: the tensor is {spec}. Allowed: Replicate() on "
+            f"every axis, or a tensor without elements. Write x = {redistribute('x', whole)}, then x.resize_(...)"
+        )
+    return adopt(target, _resized(target, intern_spec(shape, spec.dtype, spec.layout, stride), location))
+
+
+def _resized(target: Any, spec: Spec, location: int) -> Any:
+    graph: Graph = target._handle.graph
+    key = ("resized", target._spec, spec)
+    entry = graph.entries.get(key)
+    if entry is None:
+        graph.session.check_open()
+        plan = OpPlan(
+            op="dtorch::resized",
+            args=(Slot(0), local_shape(spec.shape, spec.layout), ListArg(list(spec.stride))),
+            layouts=(spec.layout,),
+            outputs=(NewOutput(spec, Window(0, 0)),),
+        )
+        entry = graph.entries[key] = make_entry(graph.session, plan, "resize_", 1)
+    return issue(type(target), entry, graph, (target,), location)
+
+
+def resize_outputs(
+    tensors: Sequence[Any], sizes: Sequence[tuple[int, tuple[int, ...]]], location: int
+) -> None:
+    """Resize the ``out=`` tensors, given as (input index, shape), as torch does, with its warning."""
+    for index, shape in sizes:
+        target = tensors[index]
+        if target.numel() and tuple(target.shape) != shape:
+            warnings.warn(
+                f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does "
+                f"not match the required output shape {list(shape)}. This behavior is deprecated, and in a future "
+                f"PyTorch release outputs will not be resized unless they have zero elements. You can explicitly reuse "
+                f"an out tensor t by resizing it, inplace, to zero elements with t.resize_(0).",
+                UserWarning,
+                stacklevel=2,
+            )
+        resize(target, list(shape), None, location)
