@@ -131,23 +131,24 @@ def _moves(call: Call, found: AutoPlan) -> tuple[Moved, ...]:
     changed = call.with_inputs(inputs)
     back = [(index, call.inputs[index].layout) for index in found.written_back]
     return (
-        *moved(call, found.conversions),
-        *moved(changed, found.plan.conversions),
-        *moved(changed, back, " (back)"),
+        *moved(call, call.inputs, found.conversions),
+        *moved(call, changed.inputs, found.plan.conversions),
+        *moved(call, changed.inputs, back, " (back)"),
     )
 
 
-def moved(call: Call, conversions: Sequence[tuple[int, Layout]], suffix: str = "") -> tuple[Moved, ...]:
-    """Which conversions of the inputs of a call move bytes between devices, and how many in all."""
+def moved(
+    call: Call, given: Sequence[Spec], conversions: Iterable[tuple[int, Layout]], suffix: str = ""
+) -> tuple[Moved, ...]:
+    """Which conversions of the tensors given to a call move bytes between devices, and how many in all."""
     names = input_names(call)
     found = []
     for index, layout in conversions:
-        spec = call.inputs[index]
+        spec = given[index]
         num_bytes = moved_bytes(spec, layout)
-        if not num_bytes:
-            continue
-        name = names[index] + suffix
-        found.append(Moved(call.op.name, name, spec.layout.placements, layout.placements, num_bytes))
+        if num_bytes:
+            source, target = spec.layout.placements, layout.placements
+            found.append(Moved(call.op.name, names[index] + suffix, source, target, num_bytes))
     return tuple(found)
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from dtorch.auto import Moved
 from dtorch.auto_issue import AutoEntry
-from dtorch.auto_plan import plan_cheapest
+from dtorch.auto_plan import moved, plan_cheapest
 from dtorch.graph import Graph, is_default_mesh
 from dtorch.issue import make_entry
 from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.propagate import propagate
-from dtorch.rules.call import op_of
+from dtorch.rules.call import Call, op_of
 from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
@@ -53,6 +54,8 @@ def entry_of(
     else:
         dependence = _dtype_dependence(plan, tensors)
         entry = graph.entries[key] = make_entry(graph.session, plan, func, len(tensors), dependence)
+        if plan.conversions:
+            entry.moves = _moves(cls, func, args, kwargs, tensors, plan)
     return entry
 
 
@@ -69,6 +72,25 @@ def _plan(
         if not any(index in plan.mutates for index, _ in moves):
             return dataclasses.replace(plan, conversions=(*moves, *plan.conversions))
     return _propagate(cls, func, args, kwargs, given)
+
+
+def _moves(
+    cls: type[torch.Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Any],
+    plan: OpPlan,
+) -> tuple[Moved, ...]:
+    """The conversions of a strict plan that move bytes: those that are documented."""
+    given = [tensor._spec for tensor in tensors]
+    layouts = dict(plan.conversions)
+    specs = [
+        intern_spec(s.shape, s.dtype, layouts.get(index, s.layout), s.stride) for index, s in enumerate(given)
+    ]
+    remaining = iter(specs)
+    call = Call(op_of(func), _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining))
+    return moved(call, given, layouts.items())
 
 
 def _auto_entry(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dtorch.auto import Moved, log_strict
 from dtorch.dynamic import description_spec
 from dtorch.graph import FREE_BATCH, Graph, Handle, ViewHandle
 from dtorch.meshes import layout_record
@@ -41,6 +42,7 @@ class Entry:
         "is_dynamic",
         "is_simple",
         "is_view",
+        "moves",
         "num_new",
         "plan",
         "shape",
@@ -57,6 +59,8 @@ class Entry:
         self.func = func
         #: The default dtype that the plan depends on, or None.
         self.default_dtype = default_dtype
+        #: Conversions of strict mode that move bytes, for the list that users see.
+        self.moves: Sequence[Moved] = ()
         new = [output for output in plan.outputs if isinstance(output, NewOutput)]
         self.num_new = plan.num_made
         self.is_dynamic = plan.is_dynamic
@@ -146,6 +150,8 @@ def issue(
         tensors = list(tensors)
         for index, layout in plan.conversions:
             tensors[index] = transfer(cls, tensors[index], layout, location)
+        if entry.moves:
+            log_strict(entry.moves, location)
     handles = [tensor._handle for tensor in tensors]
     foreign = {id(handle.graph): handle.graph for handle in handles if handle.graph is not graph}
     for other in foreign.values():

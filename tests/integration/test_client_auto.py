@@ -129,6 +129,17 @@ def test_the_list_names_lines_and_bytes(mesh: DeviceMesh) -> None:
     assert "x + y" in record.location
 
 
+def test_the_list_has_what_strict_mode_documents(mesh: DeviceMesh) -> None:
+    with dtorch.auto_redistribute():
+        pass
+    target = send(A, mesh, Shard(0))
+    target.copy_(send(B, mesh, Shard(1)))
+    target + send(B, mesh)  # a local slice moves nothing
+    (record,) = dtorch.explain_redistributions()
+    assert (record.op, record.operand, record.mode) == ("aten::copy_.default", "src", "strict")
+    assert record.num_bytes == 48
+
+
 # ---- gradients ----
 
 
