@@ -21,7 +21,7 @@ from dtorch import (
     engine,
     metadata as _metadata,  # noqa: F401  registers its calls
     random,
-    random_calls,
+    random_calls as _random_calls,  # noqa: F401  registers its calls
     recurrent,
     transforms,
 )
@@ -156,6 +156,9 @@ class _Hook(torch._C._acc.PrivateUse1Hooks):
 
 class _DeviceModule:
     """``torch.dtorch``: what torch asks of a device. One device; the mesh says where things are."""
+
+    #: Activation checkpoints keep the state of the generator where this is set.
+    _initialized = True
 
     def is_available(self) -> bool:
         return True

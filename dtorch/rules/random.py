@@ -36,13 +36,18 @@ def _distribution(call: Call, dtype: torch.dtype) -> tuple[str, list[Any]]:
     name = call.op.base.removeprefix("aten::").removesuffix("_like").removesuffix("_functional").strip("_")
     if name in ("random", "randint"):
         return "integers", list(_range(call, dtype))
-    known, parameters = _DISTRIBUTIONS[name]
+    known, names = _DISTRIBUTIONS[name]
+    parameters = [float(call.get(p)) if isinstance(p, str) else p for p in names]
     if not (dtype.is_floating_point or dtype.is_complex) and name not in ("bernoulli", "geometric"):
         raise TypeError(
             f"{call.op} makes floating point numbers, got {dtype}; give a dtype such as torch.float32, "
             f"or draw integers with torch.randint"
         )
-    return known, [float(call.get(p)) if isinstance(p, str) else p for p in parameters]
+    if known == "uniform" and not parameters[0] <= parameters[1]:
+        raise RuntimeError(f"{call.op} expects from <= to, got from={parameters[0]}, to={parameters[1]}")
+    if known == "bernoulli" and not 0 <= parameters[0] <= 1:
+        raise RuntimeError(f"{call.op} expects p to be from 0 to 1, got p={parameters[0]}")
+    return known, parameters
 
 
 #: Name of an op -> name on the worker, and its parameters: arguments of the op by name, or numbers.
@@ -65,7 +70,16 @@ def _range(call: Call, dtype: torch.dtype) -> tuple[int, int]:
         return 0, _largest(dtype)
     low = call.get("from") if call.has("from") else call.get("low") if call.has("low") else 0
     high = call.get("to") if call.has("to") else call.get("high")
-    return int(low), _largest(dtype) if high is None else int(high) - 1
+    first, last = int(low), _largest(dtype) if high is None else int(high) - 1
+    if first > last:
+        raise RuntimeError(f"{call.op} expects from to be less than to, got from={first}, to={last + 1}")
+    smallest = -_largest(dtype) - 1 if dtype.is_signed else 0
+    if not (dtype.is_floating_point or smallest <= first <= last <= _largest(dtype)):
+        raise RuntimeError(
+            f"{call.op} expects numbers that {dtype} holds, {smallest} to {_largest(dtype)}; got from={first}, "
+            f"to={last + 1}"
+        )
+    return first, last
 
 
 def _largest(dtype: torch.dtype) -> int:
@@ -293,6 +307,21 @@ def _dropout_shape(call: Call) -> Metas:
     return TensorMeta(spec.shape, stride, spec.dtype), TensorMeta(spec.shape, stride, mask)
 
 
+def _multinomial_shape(call: Call) -> Metas:
+    spec, count = call.inputs[0], call.get("num_samples")
+    if len(spec.shape) not in (1, 2) or not spec.dtype.is_floating_point:
+        raise RuntimeError(
+            f"{call.op} takes floating point weights of 1 or 2 dims, got {spec.dtype} of shape {list(spec.shape)}"
+        )
+    if count <= 0 or (count > spec.shape[-1] and not call.get("replacement")):
+        raise RuntimeError(
+            f"{call.op} cannot draw {count} of {spec.shape[-1]} categories; give num_samples from 1 to "
+            f"{spec.shape[-1]}, or replacement=True"
+        )
+    shape = (*spec.shape[:-1], count)
+    return (TensorMeta(shape, contiguous_stride(shape), torch.int64),)
+
+
 def _randint_shape(call: Call) -> Metas | None:
     low, high = call.get("low") if call.has("low") else 0, call.get("high")
     size = tuple(call.get("size"))
@@ -316,6 +345,7 @@ def _row_major_shape(call: Call) -> Metas | None:
 
 
 register_shape(full_names("rand_like randn_like"), _like_shape)
+register_shape(full_names("multinomial"), _multinomial_shape)
 register_shape(
     full_names("binomial poisson _standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad"),
     _row_major_shape,
