@@ -23,6 +23,7 @@ from dtorch import (
     random,
     random_calls as _random_calls,  # noqa: F401  registers its calls
     recurrent,
+    spectral,
     transforms,
 )
 from dtorch.dispatch import KEPT_WHOLE, LinkedArgument, dispatch
@@ -83,6 +84,7 @@ def register() -> None:
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             ops.impl(aten._thnn_fused_lstm_cell.default, recurrent.lstm_cell, key)
             ops.impl(aten._thnn_fused_gru_cell.default, recurrent.gru_cell, key)
+            ops.impl(aten.stft.default, spectral.stft, key)
         ops.impl(
             aten.tensor_split.tensor_indices_or_sections, dynamic_calls.tensor_split, "AutogradPrivateUse1"
         )

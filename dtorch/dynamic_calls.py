@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dtorch.dispatch import dispatch, special
+from dtorch.dispatch import dispatch, fetched, special
 from dtorch.rules.call import Call, op_of
 from dtorch.rules.index import is_mask_dtype
 from dtorch_runtime.errors import UnsupportedError
@@ -146,3 +146,15 @@ def tensor_split(x: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> Any:
 @special(aten.tensor_split.tensor_indices_or_sections)
 def _tensor_split(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     return tensor_split(*args, **kwargs)
+
+
+# ---- checks ----
+
+
+@special(aten._linalg_check_errors.default)
+def _linalg_check_errors(
+    cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int
+) -> None:
+    """``linalg.inv`` and its like say at once that a matrix is singular, as torch does on any device."""
+    info, *rest = args
+    aten._linalg_check_errors.default(fetched(info), *rest, **kwargs)

@@ -95,6 +95,7 @@ COMPLEX = [
     call(aten.polar.default, real(4, 5).abs(), real(5)),
     call(aten.angle.default, complex_(4, 5)),
     call(aten.angle.default, real(4, 5), name="angle of reals"),
+    call(aten.abs.default, complex_(4, 5), name="abs of complex numbers"),
     call(aten._neg_view.default, real(4, 5)),
     call(aten._conj.default, complex_(4, 5)),
 ]

@@ -165,7 +165,9 @@ class Draft:
     def boolean_like(self, x: str) -> str:
         """A mask of the same shape."""
         shape = self._value(x).shape
-        masks = [name for name, value in self._values.items() if value.dtype is torch.bool and value.shape == shape]
+        masks = [
+            name for name, value in self._values.items() if value.dtype is torch.bool and value.shape == shape
+        ]
         if masks and self._rng.random() < 0.5:
             return self._pick(lambda value: value.dtype is torch.bool and value.shape == shape)
         return f"(torch.arange({math.prod(shape)}, device={x}.device).view({tuple(shape)}) % {self.integer(2, 4)} == 0)"
@@ -305,4 +307,3 @@ class Draft:
     def placements(self, x: str) -> str:
         """Placements for a variable."""
         return repr(self._placements_for(self._value(x)))
-

@@ -77,7 +77,10 @@ class Author:
 
     def _input(self) -> str:
         dtype = self._rng.choice(_DTYPES)
-        shape = tuple(self._rng.choice((1, 2, 3, 4, 4, 5, 6, 7, 0) if d else (4, 4, 5, 6, 7)) for d in range(self._rng.randint(1, 3)))
+        shape = tuple(
+            self._rng.choice((1, 2, 3, 4, 4, 5, 6, 7, 0) if d else (4, 4, 5, 6, 7))
+            for d in range(self._rng.randint(1, 3))
+        )
         if self._rng.random() < 0.5:
             shape = self._rng.choice(((4, 6), (6, 4), (4,), (6,), (4, 4)))
         tensor = torch.empty(shape, dtype=dtype)
@@ -104,7 +107,9 @@ class Author:
     def _write_line(self) -> bool:
         if self._rng.random() < 0.04 and len(self._values()) > 4:
             return self._try(f"del {self._rng.choice(list(self._values()))}")
-        table, _, is_rough, only_exact, writes = self._rng.choices(_TABLES, [weight for _, weight, *_ in _TABLES])[0]
+        table, _, is_rough, only_exact, writes = self._rng.choices(
+            _TABLES, [weight for _, weight, *_ in _TABLES]
+        )[0]
         draft = Draft(self._rng, self._tame(), self._rough.__contains__, self._placements, only_exact)
         try:
             made = self._rng.choice(list(table.values()))(draft)

@@ -116,7 +116,9 @@ EXACT: dict[str, Line] = {
     # ---- placements ----
     "redistribute": lambda d: f"redistribute({(x := d.any())}, {d.placements(x)})",
     # ---- random numbers ----
-    "rand_like": lambda d: f"drawn({d.integer(0, 99)}, lambda x: torch.randint_like(x, 5), {d.floating()}.detach())",
+    "rand_like": lambda d: (
+        f"drawn({d.integer(0, 99)}, lambda x: torch.randint_like(x, 5), {d.floating()}.detach())"
+    ),
     "dropout": lambda d: f"drawn({d.integer(0, 99)}, lambda x: F.dropout(x, 0.5), {d.floating()}.detach())",
     "bernoulli": lambda d: (
         f"drawn({d.integer(0, 99)}, lambda x: torch.bernoulli(torch.full_like(x, 0.5)), {d.floating()}.detach())"
@@ -143,14 +145,18 @@ SHARP: dict[str, Line] = {
     "nonzero": lambda d: f"{d.real()}.nonzero()",
     "unique": lambda d: f"{d.real()}.unique()",
     "bincount": lambda d: f"torch.bincount({d.whole(1, 1)} % 4, minlength=5)",
-    "searchsorted": lambda d: f"torch.bucketize({(x := d.floating())}, torch.arange(-2., 3., device={x}.device).to({x}.dtype))",
+    "searchsorted": lambda d: (
+        f"torch.bucketize({(x := d.floating())}, torch.arange(-2., 3., device={x}.device).to({x}.dtype))"
+    ),
 }
 
 ROUGH: dict[str, Line] = {
     "div": lambda d: f"{(x := d.number())} / ({d.fits(x)}.abs() + 1)",
     "exp": lambda d: f"({d.floating()} / 8).clamp(-3, 3).exp()",
     "sigmoid": lambda d: f"{d.floating()}.{d.choice(('sigmoid', 'tanh', 'sin', 'cos', 'atan', 'erf'))}()",
-    "log": lambda d: f"({d.floating()}.abs() + 1).{d.choice(('log', 'sqrt', 'rsqrt', 'reciprocal', 'log1p'))}()",
+    "log": lambda d: (
+        f"({d.floating()}.abs() + 1).{d.choice(('log', 'sqrt', 'rsqrt', 'reciprocal', 'log1p'))}()"
+    ),
     "gelu": lambda d: f"F.{d.choice(('gelu', 'silu', 'softplus', 'leaky_relu', 'elu'))}({d.floating()})",
     "softmax": lambda d: f"{(x := d.floating(1))}.{d.choice(('softmax', 'log_softmax'))}({d.dim(x)})",
     "logsumexp": lambda d: f"{(x := d.floating(1))}.logsumexp({d.full_dim(x)})",
@@ -161,7 +167,9 @@ ROUGH: dict[str, Line] = {
     "cross_entropy": lambda d: f"F.cross_entropy({(x := d.floating(2, 2))}, {d.index_of_rows(x)})",
     "mse_loss": lambda d: f"F.mse_loss({(x := d.floating())}, {d.twin(x)})",
     "scan": lambda d: f"{(x := d.floating(1))}.logcumsumexp({d.dim(x)})",
-    "uniform": lambda d: f"drawn({d.integer(0, 99)}, lambda x: torch.{d.choice(('rand', 'randn'))}_like(x), {d.floating()}.detach())",
+    "uniform": lambda d: (
+        f"drawn({d.integer(0, 99)}, lambda x: torch.{d.choice(('rand', 'randn'))}_like(x), {d.floating()}.detach())"
+    ),
     "std_mean": lambda d: (2, f"torch.var_mean({(x := d.floating(1))}, {d.full_dim(x)}, correction=0)"),
 }
 
@@ -188,7 +196,9 @@ WRITES: dict[str, Line] = {
     "copy_slice": lambda d: (
         f"{(x := d.target(1))}.narrow({(dim := d.dim(x))}, 0, 1).copy_({d.twin(x)}.narrow({dim}, 0, 1))"
     ),
-    "select_": lambda d: f"{(x := d.target(1))}.select({(dim := d.full_dim(x))}, {d.position(x, dim)}).add_(1)",
+    "select_": lambda d: (
+        f"{(x := d.target(1))}.select({(dim := d.full_dim(x))}, {d.position(x, dim)}).add_(1)"
+    ),
     "transposed_": lambda d: f"{d.target(2)}.transpose(0, 1).mul_({d.small()})",
     "diagonal_": lambda d: f"{d.target(2)}.diagonal().fill_({d.small()})",
     "viewed_": lambda d: f"{d.target()}.view(-1).add_({d.small()})",

@@ -33,7 +33,14 @@ def backward(*results: Any) -> None:
     loss.backward()  # type: ignore[attr-defined]  # there is one result at least
 
 
-_COMMON = {"torch": torch, "F": F, "Shard": Shard, "Replicate": Replicate, "Partial": Partial, "backward": backward}
+_COMMON = {
+    "torch": torch,
+    "F": F,
+    "Shard": Shard,
+    "Replicate": Replicate,
+    "Partial": Partial,
+    "backward": backward,
+}
 
 
 def plain_side() -> dict[str, Any]:
@@ -56,14 +63,18 @@ def plain_side() -> dict[str, Any]:
 def dtorch_side(mesh: DeviceMesh) -> dict[str, Any]:
     """DTorch on a mesh."""
 
-    def make(seed: int, shape: Any, dtype: torch.dtype, placements: Any, requires_grad: bool) -> dtorch.Tensor:
+    def make(
+        seed: int, shape: Any, dtype: torch.dtype, placements: Any, requires_grad: bool
+    ) -> dtorch.Tensor:
         made = dtorch.from_torch(values(seed, shape, dtype), device_mesh=mesh, placements=placements)
         return made.requires_grad_(requires_grad)  # type: ignore[return-value]  # torch's stub says Tensor
 
     def redistribute(x: dtorch.Tensor, placements: list[Placement]) -> torch.Tensor:
         moved = x.redistribute(placements=placements)
         # To the same placements it is a view, which plain torch has no word for.
-        return moved.clone(memory_format=torch.contiguous_format) if moved.placements == x.placements else moved
+        return (
+            moved.clone(memory_format=torch.contiguous_format) if moved.placements == x.placements else moved
+        )
 
     def drawn(seed: int, draw: Callable[[Any], Any], x: dtorch.Tensor) -> Any:
         dtorch.manual_seed(seed)
