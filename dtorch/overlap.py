@@ -56,7 +56,8 @@ def refuse_shared_elements(call: Call) -> None:
         return
     for index in call.written:
         spec = call.inputs[index]
-        if any(size > 1 and step == 0 for size, step in zip(spec.shape, spec.stride, strict=True)):
+        is_shared = any(size > 1 and step == 0 for size, step in zip(spec.shape, spec.stride, strict=True))
+        if is_shared and math.prod(spec.shape):
             raise RuntimeError(
                 "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                 f"location. Please clone() the tensor before performing the operation. ({call.op.name} writes to a "
