@@ -112,23 +112,39 @@ class Draft:
         shape = tuple(self._value(x).shape)
         return f"({x} + torch.arange({math.prod(shape)}., device={x}.device).view({shape}) / 1024)"
 
-    def target(self, least: int = 0, most: int = 4) -> str:
-        """A variable to write to."""
-        return self._pick(lambda value: value.dtype in _NUMBERS and least <= value.ndim <= most)
+    def target(
+        self,
+        least: int = 0,
+        most: int = 4,
+        dtypes: tuple[torch.dtype, ...] = _NUMBERS,
+        with_grad: bool = True,
+    ) -> str:
+        """A variable to write to, whose elements do not share memory.
+
+        Args:
+            with_grad: whether autograd may follow it.
+        """
+
+        def fits(value: torch.Tensor) -> bool:
+            is_expanded = any(
+                step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
+            )
+            return (
+                value.dtype in dtypes
+                and least <= value.ndim <= most
+                and not is_expanded
+                and (with_grad or not value.requires_grad)
+            )
+
+        return self._pick(fits)
 
     def real_target(self) -> str:
-        """One of a float or of an integer to write to."""
-        return self._of(_REAL, 0, 4)
-
-    def target_without_grad(self, least: int = 0, most: int = 4) -> str:
-        """One for writes that autograd does not follow."""
-        return self._pick(
-            lambda value: value.dtype in _NUMBERS and least <= value.ndim <= most and not value.requires_grad
-        )
+        """One of a float or of an integer."""
+        return self.target(dtypes=_REAL)
 
     def floating_target(self) -> str:
-        """One of a float to write to."""
-        return self._pick(lambda value: value.dtype in _FLOATING)
+        """One of a float."""
+        return self.target(dtypes=_FLOATING)
 
     def fits(self, x: str, same_kind: bool = False, into: bool = False) -> str:
         """A variable that broadcasts with another.
@@ -294,7 +310,8 @@ class Draft:
     def other_shape(self, x: str) -> list[int]:
         """Another shape of as many elements, maybe with a -1."""
         count = self._value(x).numel()
-        shape, rest = [], count
+        shape: list[int] = []
+        rest = count
         while rest > 1 and len(shape) < 3:
             factor = self._rng.choice([f for f in range(1, rest + 1) if rest % f == 0])
             shape.append(factor)

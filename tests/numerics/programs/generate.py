@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import torch
 
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
 from tests.numerics.programs.draft import Draft, NothingFits
-from tests.numerics.programs.execute import Difference, Mode, Program, Run
+from tests.numerics.programs.execute import Difference, Ended, Mode, Program, Run, is_leaf
 from tests.numerics.programs.lines import EXACT, ROUGH, ROUGH_WRITES, SHARP, WRITES, Line
 
 MESH_SHAPES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3))
+MAX_DEVICES = 6
 _DTYPES = (torch.float64,) * 4 + (torch.float32, torch.int64, torch.int64, torch.bool, torch.complex128)
 #: (lines, how often, makes rough values, takes exact ones only, writes)
 _TABLES: tuple[tuple[dict[str, Line], int, bool, bool, bool], ...] = (
@@ -66,8 +66,7 @@ class Author:
 
     def _try(self, line: str) -> bool:
         self.lines.append(line)
-        taken = self._run.step(line)
-        return taken
+        return self._run.step(line)
 
     def _new_name(self) -> str:
         self._num_names += 1
@@ -144,7 +143,7 @@ class Author:
         found = [
             name
             for name, value in self._tame().items()
-            if value.requires_grad and value.is_floating_point() and not value.is_leaf
+            if value.requires_grad and value.is_floating_point() and not is_leaf(value)
         ]
         if found and self._rng.random() < 0.7:
             self._try(f"backward({', '.join(found[-3:])})")
@@ -173,12 +172,8 @@ def write_and_run(rng: random.Random, mode: Mode) -> tuple[Program, Difference |
     author = Author(rng, mode)
     try:
         author.write(rng.randint(5, 30))
+    except Ended:
+        pass
     except Difference as difference:
         return author.program, difference
     return author.program, None
-
-
-def programs(seed: int, count: int, mode: Mode) -> Iterator[tuple[Program, Difference | None]]:
-    """Random programs, each by a seed of its own."""
-    for number in range(count):
-        yield write_and_run(random.Random(f"{seed} {number} {mode}"), mode)

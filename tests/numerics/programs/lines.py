@@ -80,7 +80,7 @@ EXACT: dict[str, Line] = {
     "slice": lambda d: f"{(x := d.any(1))}[{d.slices(x)}]",
     "select": lambda d: f"{(x := d.any(1))}.select({(dim := d.full_dim(x))}, {d.position(x, dim)})",
     "diagonal": lambda d: f"{d.any(2)}.diagonal({d.integer(-1, 2)})",
-    "unfold": lambda d: f"{(x := d.any(1))}.unfold({(dim := d.full_dim(x))}, 1, {d.integer(1, 3)})",
+    "unfold": lambda d: f"{(x := d.any(1))}.unfold({d.full_dim(x)}, 1, {d.integer(1, 3)})",
     "view_as": lambda d: f"{(x := d.any())}.view_as({x})",
     "split": lambda d: (
         2,
@@ -95,7 +95,7 @@ EXACT: dict[str, Line] = {
         f"{(x := d.any(1))}.index_select({(dim := d.full_dim(x))}, {d.positions(x, dim, x)})"
     ),
     "index": lambda d: f"{(x := d.any(1))}[{d.positions(x, 0, x)}]",
-    "index_two": lambda d: f"{(x := d.any(2))}[{(n := d.positions(x, 0, x))}, {d.positions(x, 1, x)}]",
+    "index_two": lambda d: f"{(x := d.any(2))}[{d.positions(x, 0, x)}, {d.positions(x, 1, x)}]",
     "gather": lambda d: f"{(x := d.any(1))}.gather({(dim := d.full_dim(x))}, {d.index_like(x, dim)})",
     "scatter": lambda d: (
         f"{(x := d.number(1))}.scatter({(dim := d.full_dim(x))}, {d.index_like(x, dim)}, {d.small()})"
@@ -112,7 +112,7 @@ EXACT: dict[str, Line] = {
     "to_bool": lambda d: f"{d.number()} != 0",
     "complex": lambda d: f"torch.complex({(x := d.double())}, {d.fits(x, same_kind=True)})",
     "view_as_real": lambda d: f"torch.view_as_real({d.complex()})",
-    "conj": lambda d: f"{d.complex()}.conj().resolve_conj()",
+    "conj": lambda d: f"{d.complex()}.conj() * 1",
     # ---- placements ----
     "redistribute": lambda d: f"redistribute({(x := d.any())}, {d.placements(x)})",
     # ---- random numbers ----
@@ -208,8 +208,12 @@ WRITES: dict[str, Line] = {
     "scatter_": lambda d: (
         f"{(x := d.target(1))}.scatter_({(dim := d.full_dim(x))}, {d.index_like(x, dim)}, {d.small()})"
     ),
-    "out": lambda d: f"torch.add({(x := d.target_without_grad())}, {d.small()}, out={x})",
-    "foreach": lambda d: f"torch._foreach_add_([{(x := d.target_without_grad())}, {d.twin(x)}], {d.small()})",
+    "out": lambda d: f"torch.add({(x := d.target(with_grad=False))}, {d.small()}, out={x})",
+    "transpose_": lambda d: f"{d.target(2, with_grad=False)}.transpose_(0, 1)",
+    "unsqueeze_": lambda d: f"{d.target(0, 3, with_grad=False)}.unsqueeze_(0)",
+    "foreach": lambda d: (
+        f"torch._foreach_add_([{(x := d.target(with_grad=False))}, {d.twin(x)}], {d.small()})"
+    ),
     "cumsum_": lambda d: f"{(x := d.target(1))}.cumsum_({d.dim(x)})",
 }
 

@@ -1,0 +1,108 @@
+"""Random programs of 5 to 30 lines, with views and writes, on random meshes and placements: as on plain torch.
+
+Many more: ``python -m tests.numerics.programs``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import dtorch
+from tests.numerics.programs import sides
+from tests.numerics.programs.execute import Difference, Mode, Program, Run, run, shrink
+from tests.numerics.programs.generate import MAX_DEVICES, write_and_run
+from tests.support.leaks import LeakWatch
+
+NUM_PROGRAMS = 60
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch, for what the programs do
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(leak_watch: LeakWatch) -> Iterator[None]:
+    before = leak_watch.snapshot()
+    dtorch.init(devices_per_node=MAX_DEVICES)
+    leak_watch.declare_baseline(before)
+    yield
+    dtorch.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+@settings(max_examples=NUM_PROGRAMS, suppress_health_check=[HealthCheck.too_slow])
+@given(rng=st.randoms(use_true_random=True))
+def test_they_do_what_plain_torch_does(mode: Mode, rng: random.Random) -> None:
+    program, difference = write_and_run(rng, mode)
+    if difference is not None:
+        shortest, found = shrink(program, difference.kind)
+        pytest.fail(f"{found}\n{shortest}")
+
+
+# ---- the harness itself ----
+
+
+def test_a_wrong_value_is_found_and_the_program_is_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (
+        "v0 = make(1, (4,), torch.float64, [Shard(0)], False)",
+        "v1 = v0 + 1",
+        "v2 = v0 * 2 if isinstance(v0, dtorch_tensor) else v0 * 3",
+        "v3 = v1.sum()",
+    )
+    monkeypatch.setattr(sides, "_COMMON", {**sides._COMMON, "dtorch_tensor": dtorch.Tensor})
+    program = Program((2,), "strict", lines)
+    with pytest.raises(Difference, match="another value: v2"):
+        run(program)
+    shortest, _ = shrink(program, "another value")
+    assert shortest.lines == ("v0 = make(1, (4,), torch.float64, [Replicate()], False)", lines[2])
+    assert "'strict'" in str(shortest)
+
+
+def test_what_strict_mode_refuses_is_left_out_on_both_sides() -> None:
+    started = Run((2,), "strict")
+    assert started.step("v0 = make(1, (4,), torch.float64, [Partial('sum')], False)")
+    assert not started.step("v0.exp_()")
+    assert not started.step("v0 + v1")
+    started.compare()
+    assert Run((2,), "auto").step("v0 = make(1, (4,), torch.float64, [Partial('sum')], False).exp_()")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("v1 = v0.cpu() if isinstance(v0, dtorch_tensor) else v0.undefined", "does not raise"),
+        ("v1 = v0.undefined if isinstance(v0, dtorch_tensor) else v0", "raises AttributeError"),
+    ],
+)
+def test_what_only_one_side_refuses_is_a_difference(
+    line: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sides, "_COMMON", {**sides._COMMON, "dtorch_tensor": dtorch.Tensor})
+    started = Run((2,), "strict")
+    started.step("v0 = make(1, (4,), torch.float64, [Replicate()], False)")
+    with pytest.raises(Difference) as difference:
+        started.step(line)
+    assert difference.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("v0 = make(1, (4,) if is_plain else (3,), torch.int64, [Replicate()], False)", "another shape"),
+        (
+            "v0 = make(1, (4,), torch.int64 if is_plain else torch.int32, [Replicate()], False)",
+            "another dtype",
+        ),
+        ("v0 = make(1, (4,), torch.float64, [Replicate()], is_plain)", "another requires_grad"),
+        ("v0 = make(1, (4,), torch.float64, [Replicate()], False) + is_plain", "another value"),
+    ],
+)
+def test_every_property_is_compared(line: str, kind: str) -> None:
+    started = Run((2,), "strict")
+    started.plain["is_plain"], started.remote["is_plain"] = True, False
+    started.step(line)
+    with pytest.raises(Difference) as difference:
+        started.compare()
+    assert difference.value.kind == kind
