@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -175,21 +174,6 @@ def log_auto(moves: Iterable[Moved], location: int) -> None:
 def log_strict(moves: Iterable[Moved], location: int) -> None:
     """Count redistributions that strict mode inserted because they are documented."""
     (current() or _recent).add(moves, location, "strict")
-
-
-_writes = itertools.count(1)
-_last_write = 0
-
-
-def note_write() -> None:
-    """An op that writes to a tensor is about to be issued."""
-    global _last_write
-    _last_write = next(_writes)
-
-
-def last_write() -> int:
-    """A number that every write of the program changes."""
-    return _last_write
 
 
 class auto_redistribute:

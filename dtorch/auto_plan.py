@@ -75,14 +75,13 @@ def plan_cheapest(
     call = Call(op_of(func), args, kwargs)
     if call.op.writes:
         shapes.check_written(call)
-        _refuse_overlap(call)
     best: AutoPlan | None = None
     tried: set[Layouts] = set()
     for layouts in _candidates(call):
         if layouts in tried or len(tried) > MAX_PLANNED:
             continue
         tried.add(layouts)
-        if best is not None and _total_cost(call.inputs, layouts, _written(call)) >= best.cost_bytes:
+        if best is not None and _total_cost(call.inputs, layouts, call.written) >= best.cost_bytes:
             break
         found = _planned(call, layouts)
         if found is not None and (best is None or found.cost_bytes < best.cost_bytes):
@@ -93,17 +92,6 @@ def plan_cheapest(
     if best is None:
         raise refused
     return replace(best, moves=_moves(call, best))
-
-
-def _refuse_overlap(call: Call) -> None:
-    """Torch refuses to write to an expanded tensor, and a converted copy would not show that it is one."""
-    for index in call.written:
-        spec = call.inputs[index]
-        if any(step == 0 and size > 1 for size, step in zip(spec.shape, spec.stride, strict=True)):
-            raise RuntimeError(
-                "unsupported operation: more than one element of the written-to tensor refers to a single memory "
-                "location. Please clone() the tensor before performing the operation."
-            )
 
 
 def converted_spec(spec: Spec, layout: Layout) -> Spec:
@@ -189,14 +177,6 @@ def _total_cost(inputs: Sequence[Spec], layouts: Sequence[Layout], written: Sequ
     )
 
 
-def _written(call: Call) -> tuple[int, ...]:
-    """The inputs that must have what the op wrote."""
-    if not call.op.unsaid_writes or not call.get("training"):
-        return call.written
-    unsaid = (call.operands[name] for name in call.op.unsaid_writes)
-    return (*call.written, *(index for index in unsaid if isinstance(index, int)))
-
-
 def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
     """The plan of one candidate; None when the rule refuses it."""
     conversions = [
@@ -211,8 +191,7 @@ def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
         return None
     if call.op.is_view and plan.conversions:
         return None  # the result must be a view of the one copy that is kept equal to the tensor
-    written = _written(call)
-    back = tuple(index for index, _ in conversions if index in written)
+    back = tuple(index for index, _ in conversions if index in call.written)
     cost = _total_cost(call.inputs, layouts, back)
     cost += sum(_cost(changed.inputs[index], layout) for index, layout in plan.conversions)
     return AutoPlan(plan, tuple(conversions), back, cost)
@@ -265,7 +244,7 @@ def _ranked(call: Call, indices: Sequence[int], equation: Equation) -> list[Layo
     """Layouts for the inputs of an equation, the fewest bytes first, then those with sharded results."""
     assert call.mesh is not None
     inputs = [call.inputs[i] for i in indices]
-    written = [indices.index(i) for i in _written(call) if i in indices]
+    written = [indices.index(i) for i in call.written if i in indices]
     per_axis = [_choices(equation, inputs, axis, written) for axis in range(call.mesh.ndim)]
     limit = max(2, int(MAX_RANKED ** (1 / len(per_axis))))
     best_per_axis = [
@@ -368,10 +347,10 @@ def _by_trial(call: Call) -> Iterator[Layouts]:
     limit = max(2, int(MAX_RANKED ** (1 / len(call.inputs))))
     for index, spec in enumerate(call.inputs):
         layouts = [layout_of(spec.layout.mesh, placements) for placements in _all_placements(spec)]
-        costs = {layout: _cost(spec, layout, and_back=index in _written(call)) for layout in layouts}
+        costs = {layout: _cost(spec, layout, and_back=index in call.written) for layout in layouts}
         options.append(sorted(layouts, key=costs.__getitem__)[:limit])
     ranked = [
-        (_total_cost(call.inputs, layouts, _written(call)), position, layouts)
+        (_total_cost(call.inputs, layouts, call.written), position, layouts)
         for position, layouts in enumerate(itertools.product(*options))
     ]
     return (layouts for _, _, layouts in sorted(ranked, key=lambda item: item[:2]))

@@ -11,7 +11,7 @@ import torch
 
 from dtorch import auto
 from dtorch.auto_issue import AutoEntry, is_entangled, issue_converted, one_by_one
-from dtorch.entries import entry_of
+from dtorch.entries import entry_of, known_auto
 from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle
 from dtorch.issue import DEVICE, Entry, issue, issue_view, make_entry, upload
@@ -146,8 +146,6 @@ def _issue_entry(
     if entry.default_dtype is not None and entry.default_dtype is not torch.get_default_dtype():
         func, args, kwargs = call
         return _dispatch_slowly(cls, func, args, kwargs, (key, tensors, graph), location)
-    if entry.plan.mutates:
-        auto.note_write()
     if entry.plan.num_seeds:
         return issue(cls, entry, graph, tensors, location, seed_source(_generator_in(*call[1:])))
     return issue(cls, entry, graph, tensors, location)
@@ -190,6 +188,11 @@ def _dispatch_slowly(
     known_call: tuple[tuple[Any, ...], list[Any], Graph] | None,
     location: int,
 ) -> Any:
+    log = auto.current()
+    if log is not None and known_call is not None:
+        found = known_auto(known_call[0], known_call[2])
+        if found is not None:
+            return _issue_auto(cls, found, log, func, args, kwargs, known_call, location)
     special = SPECIAL.get(func)
     if special is not None:
         result = special(cls, func, args, kwargs, location)
@@ -208,23 +211,34 @@ def _dispatch_slowly(
     if any(_is_plain_tensor(cls, value) for value in _flat((args, kwargs))):
         args, kwargs = _bring_in(cls, func, args, kwargs, graph, tensors, location)
         return dispatch(cls, func, (), args, kwargs)
-    log = auto.current()
     try:
         entry = entry_of(cls, func, args, kwargs, tensors, key, graph, log is not None)
     except NeedsResize as needed:
         resize_outputs(tensors, needed.sizes, location)
         return dispatch(cls, func, (), args, kwargs)
-    seeds = seed_source(_generator_in(args, kwargs))
-    op = op_of(func)
-    if op.writes or op.unsaid_writes:
-        auto.note_write()
     if log is not None and type(entry) is AutoEntry:
-        if op.writes_lists and is_entangled(entry, tensors):
-            for part in one_by_one(args, kwargs):
-                dispatch(cls, func, (), *part)
-            return None
-        return issue_converted(cls, entry, log, graph, tensors, location, seeds)
-    return issue(cls, entry, graph, tensors, location, seeds)
+        return _issue_auto(cls, entry, log, func, args, kwargs, known_call, location)
+    return issue(cls, entry, graph, tensors, location, seed_source(_generator_in(args, kwargs)))
+
+
+def _issue_auto(
+    cls: type[torch.Tensor],
+    entry: AutoEntry,
+    log: auto.Log,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known_call: tuple[tuple[Any, ...], list[Any], Graph],
+    location: int,
+) -> Any:
+    """A call whose inputs are converted. Ops on lists are done one after the other where they share memory."""
+    _, tensors, graph = known_call
+    if op_of(func).writes_lists and is_entangled(entry, tensors):
+        for part in one_by_one(args, kwargs):
+            dispatch(cls, func, (), *part)
+        return None
+    seeds = seed_source(_generator_in(args, kwargs))
+    return issue_converted(cls, entry, log, graph, tensors, location, seeds)
 
 
 def make(

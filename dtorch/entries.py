@@ -25,6 +25,12 @@ from dtorch_runtime.ir.placement import Replicate
 _MAX_ENTRIES = 100_000
 
 
+def known_auto(key: tuple[Any, ...], graph: Graph) -> AutoEntry | None:
+    """The entry of a call that was planned with converted inputs before."""
+    found: AutoEntry | None = graph.entries.get(("auto", key, torch.get_default_dtype()))
+    return found
+
+
 def entry_of(
     cls: type[torch.Tensor],
     func: Any,
@@ -36,9 +42,6 @@ def entry_of(
     converts: bool,
 ) -> Any:
     """The entry of a call that has none: planned strictly, or else, when ``converts``, on converted inputs."""
-    auto_key = ("auto", key, torch.get_default_dtype())
-    if converts and (found := graph.entries.get(auto_key)) is not None:
-        return found
     refused: PlacementError | None = None
     try:
         plan = _plan(cls, func, args, kwargs, tensors)
@@ -50,7 +53,7 @@ def entry_of(
         graph.entries.clear()
     if refused is not None:
         entry: Any = _auto_entry(cls, func, args, kwargs, tensors, graph, refused)
-        graph.entries[auto_key] = entry
+        graph.entries["auto", key, torch.get_default_dtype()] = entry
     else:
         dependence = _dtype_dependence(plan, tensors)
         entry = graph.entries[key] = make_entry(graph.session, plan, func, len(tensors), dependence)

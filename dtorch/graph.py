@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,15 +32,21 @@ def is_default_mesh(mesh: DeviceMesh) -> bool:
     return mesh.mesh_dim_names == (DEFAULT_AXIS,)
 
 
+#: Numbers of writes, all different.
+next_write = itertools.count(1).__next__
+
+
 class Handle:
     """One value on the cluster. Symbols that stand for the same value share it; with the last one it is freed."""
 
-    __slots__ = ("__weakref__", "graph", "location", "origin", "storage", "value_id")
+    __slots__ = ("__weakref__", "graph", "last_write", "location", "origin", "storage", "value_id")
 
     #: Where the value begins in the memory of ``root``.
     offset_bytes = 0
     #: What ``untyped_storage()`` gives for tensors with this root, once somebody has asked.
     storage: Any
+    #: Of a root: the number of the last write to its memory, once there was one.
+    last_write: int
 
     def __init__(self, graph: Graph, value_id: int, origin: Any, location: int) -> None:
         self.graph = graph

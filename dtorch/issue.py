@@ -10,7 +10,7 @@ import torch
 
 from dtorch.auto import Moved, log_strict
 from dtorch.dynamic import description_spec
-from dtorch.graph import FREE_BATCH, Graph, Handle, ViewHandle
+from dtorch.graph import FREE_BATCH, Graph, Handle, ViewHandle, next_write
 from dtorch.meshes import layout_record
 from dtorch.op_plan import LaterOutput, NewOutput, OpPlan, SameTensor, SameValue, Window
 from dtorch.overlap import checks_overlap, refuse_partial_overlap
@@ -70,6 +70,7 @@ class Entry:
             and plan.returns == "one"
             and len(new) == len(plan.outputs) == 1
             and not plan.conversions
+            and not plan.mutates
             and not plan.num_seeds
             and default_dtype is None
         )
@@ -153,6 +154,8 @@ def issue(
         if entry.moves:
             log_strict(entry.moves, location)
     handles = [tensor._handle for tensor in tensors]
+    for index in plan.mutates:
+        handles[index].root.last_write = next_write()
     foreign = {id(handle.graph): handle.graph for handle in handles if handle.graph is not graph}
     for other in foreign.values():
         if other.session is not graph.session:

@@ -3,11 +3,11 @@
 Inside ``auto_redistribute()`` a view of a cut dim is made of a converted copy. The copy is a *mirror* of the tensor:
 views that are made of it alias it on the workers, as any views do. What keeps both sides equal:
 
-* before a linked view is used, the mirror is refreshed when something has been written since;
+* before a linked view is used, the mirror is refreshed when something has been written to the tensor's memory since;
 * after a write through a linked view, the mirror is brought back into the tensor, so that all its aliases see it.
 
-Torch counts writes for us: a view shares its version counter with its base and with all other views of it. Tensors of
-``torch.inference_mode()`` have no such counter; for them every write of the program counts.
+Writes are known by the memory that they go to: the root of a handle has the number of the last write to it. (Torch's
+version counters would miss those through ``x.data``, and there are none in inference mode.)
 
 A linked view is of a class of its own, so that ops with one come to ``dispatch_linked``; other ops never know.
 """
@@ -29,6 +29,7 @@ from dtorch.dispatch import SPECIAL, dispatch, is_composite
 from dtorch.graph import Handle
 from dtorch.issue import DEVICE
 from dtorch.location import capture
+from dtorch.metadata import VIEWS, refuse_followed
 from dtorch.rules.call import Op, op_of
 from dtorch.spec import Spec
 from dtorch.tensors import Tensor
@@ -44,40 +45,34 @@ class Mirror:
     Attributes:
         base, copy: symbols of their own for the two values, so that nobody's history is kept alive.
         outer: the mirror that ``base`` aliases, when it is a linked view itself.
-        seen: the stamp (see ``stamp``) up to which the copy is equal to the base.
+        seen: the last write to the memory of ``base`` that the copy has.
         name: the op that made the view, for the list of redistributions.
     """
 
     __slots__ = ("base", "copy", "name", "outer", "seen")
 
-    def __init__(self, base: Any, copy: Any, seen: int, name: str) -> None:
+    def __init__(self, base: Any, copy: Any, name: str) -> None:
         self.base = base
         self.copy = copy
         self.outer: Mirror | None = None
-        self.seen = seen
+        self.seen = last_write(base._handle)
         self.name = name
 
-    def refresh(self, now: int) -> None:
-        """Make the copy equal to the base, if something may have been written since."""
-        if self.seen == now:
-            return
+    def refresh(self) -> None:
+        """Make the copy equal to the base, if that has been written to."""
         if self.outer is not None:
-            self.outer.refresh(now)
-        self._copy(self.base, self.copy, "refreshed")
-        self.seen = now
+            self.outer.refresh()
+        now = last_write(self.base._handle)
+        if self.seen != now:
+            self._copy(self.base, self.copy, "refreshed")
+            self.seen = now
 
-    def forget(self) -> None:
-        """Something may have been written that the stamp does not show."""
-        self.seen = -1
-        if self.outer is not None:
-            self.outer.forget()
-
-    def push(self, now: int) -> None:
+    def push(self) -> None:
         """Bring the copy, which was written to, back into the base."""
         self._copy(self.copy, self.base, "back")
-        self.seen = now
+        self.seen = last_write(self.base._handle)
         if self.outer is not None:
-            self.outer.push(now)
+            self.outer.push()
 
     def _copy(self, source: Any, target: Any, what: str) -> None:
         spec, layout = source._spec, target._spec.layout
@@ -89,9 +84,9 @@ class Mirror:
             auto.log_auto([move], location)
 
 
-def stamp(tensor: torch.Tensor) -> int:
-    """A number that is another one after every write to what ``tensor`` is a view of."""
-    return auto.last_write() if tensor.is_inference() else tensor._version
+def last_write(handle: Handle) -> int:
+    """The number of the last write to the memory of a value; 0 when it has only been made."""
+    return getattr(handle.root, "last_write", 0)
 
 
 def link(spec: Spec, handle: Handle, mirror: Mirror, base: torch.Tensor) -> LinkedTensor:
@@ -110,7 +105,7 @@ def link(spec: Spec, handle: Handle, mirror: Mirror, base: torch.Tensor) -> Link
 
 def link_results(result: Any, base: Any, copy: Any, name: str) -> Any:
     """The views that an op made of ``copy``, a converted copy of ``base``, as views of ``base``."""
-    mirror = Mirror(plain_symbol(base), copy, stamp(base), name)
+    mirror = Mirror(plain_symbol(base), copy, name)
     if isinstance(result, list | tuple):
         return type(result)(link(item._spec, item._handle, mirror, base) for item in result)
     return link(result._spec, result._handle, mirror, base)
@@ -133,25 +128,25 @@ def dispatch_linked(
         return func.decompose(*args, **kwargs)
     op = op_of(func)
     _refuse_storage_tricks(op)
+    if op.is_inplace_view and type(args[0]) is LinkedTensor:
+        return _become(func, args, kwargs)
     written = _written(op, args, kwargs)
-    targets = [tensor for tensor in written if type(tensor) is LinkedTensor]
     if op.writes_lists and len(args[0]) > 1 and _is_entangled(written, (args, kwargs)):
         for part in one_by_one(args, kwargs):
             _again(func, *part)
         return None
-    if targets and not _are_independent(written):
-        raise PlacementError(
-            f"{op} writes to several views of one tensor, which auto_redistribute() made on other devices; "
-            f"write to them one after the other"
-        )
-    twins: dict[int, tuple[Any, Any]] = {}
+    _check_independent(op, written)
+    twins: dict[int, tuple[LinkedTensor, Any]] = {}
     plain_args, plain_kwargs = _with_twins(args, twins), _with_twins(kwargs, twins)
+    mirrors = {id(linked._mirror): linked._mirror for linked, _ in twins.values()}
+    before = {key: last_write(mirror.copy._handle) for key, mirror in mirrors.items()}
     result = dispatch(Tensor, func, types, plain_args, plain_kwargs)
-    for mirror, target in {id(target._mirror): (target._mirror, target) for target in targets}.values():
-        mirror.push(stamp(target))
-    originals = {id(twin): linked for linked, twin in twins.values()}
+    for key, mirror in mirrors.items():
+        if last_write(mirror.copy._handle) != before[key]:
+            mirror.push()
     if op.is_view and type(args[0]) is LinkedTensor:
         return _mapped(result, lambda item: _relinked(item, args[0]))
+    originals = {id(twin): linked for linked, twin in twins.values()}
     return _mapped(result, lambda item: originals.get(id(item), item))
 
 
@@ -160,8 +155,17 @@ def _relinked(item: Any, source: LinkedTensor) -> Any:
     if type(item) is not LinkedTensor:
         return link(item._spec, item._handle, source._mirror, source)
     item._mirror.outer = source._mirror
-    item._mirror.seen = stamp(source)
     return item
+
+
+def _become(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``squeeze_()`` and its like: the symbol comes to stand for another view."""
+    target = args[0]
+    refuse_followed(func, target)
+    view = dispatch_linked(Tensor, VIEWS[func], (), args, kwargs)
+    torch.Tensor.data.__set__(target, view)  # type: ignore[attr-defined]  # a C descriptor
+    target._spec, target._value, target._mirror = view._spec, view._value, view._mirror
+    return target
 
 
 def _mapped(result: Any, function: Any) -> Any:
@@ -196,7 +200,7 @@ def plain_symbol(tensor: Any) -> Tensor:
 
 def _written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
-    for name in (*op.writes, *op.unsaid_writes):
+    for name in op.writes:
         position = op.position[name]
         value = args[position] if position < len(args) else kwargs.get(name)
         found.extend(value if isinstance(value, list | tuple) else [value])
@@ -205,10 +209,7 @@ def _written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """One of several calls that torch sees as one, and counts as one write."""
-    linked = [value for value in _flat((args, kwargs)) if type(value) is LinkedTensor]
-    for tensor in linked:
-        tensor._mirror.forget()
-    if linked:
+    if any(type(value) is LinkedTensor for value in _flat((args, kwargs))):
         dispatch_linked(Tensor, func, (), args, kwargs)
     else:
         dispatch(Tensor, func, (), args, kwargs)
@@ -226,13 +227,15 @@ def _is_entangled(written: Sequence[Any], arguments: Any) -> bool:
     return any(roots.count(_root(tensor)) > 1 for tensor in written)
 
 
-def _are_independent(written: Sequence[Any]) -> bool:
+def _check_independent(op: Op, written: Sequence[Any]) -> None:
     """A mirror is brought back as a whole: an op that also writes to its base in another way would be undone."""
     for one, other in itertools.combinations(written, 2):
         mirrors = {getattr(tensor, "_mirror", None) for tensor in (one, other)}
         if len(mirrors) > 1 and _root(one) is _root(other):
-            return False
-    return True
+            raise PlacementError(
+                f"{op} writes to several views of one tensor, which auto_redistribute() made on other devices; "
+                f"write to them one after the other"
+            )
 
 
 def _root(tensor: Any) -> Handle:
@@ -245,7 +248,16 @@ def _root(tensor: Any) -> Handle:
     return mirror.base._handle.root  # type: ignore[no-any-return]  # of a Tensor
 
 
-_STORAGE_TRICKS = frozenset({"aten::as_strided", "aten::as_strided_", "aten::set_", "aten::resize_"})
+_STORAGE_TRICKS = frozenset(
+    {
+        "aten::as_strided",
+        "aten::as_strided_",
+        "aten::set_",
+        "aten::resize_",
+        "aten::resize_as_",
+        "aten::is_set_to",
+    }
+)
 
 
 def _refuse_storage_tricks(op: Op) -> None:
@@ -269,12 +281,26 @@ class LinkedTensor(Tensor):
 
     @property
     def _handle(self) -> Handle:
-        self._mirror.refresh(stamp(self))
+        self._mirror.refresh()
         return self._value
 
     @_handle.setter
     def _handle(self, handle: Handle) -> None:
-        raise PlacementError(
-            "x.data of a view that auto_redistribute() made cannot be assigned: its base is held by other devices; "
-            "write x = x.clone() first, or x.copy_(value) to write to the base"
-        )
+        raise _no_other_value()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As ``Tensor.data``: another symbol of the view, linked as well."""
+        with torch.inference_mode(self.is_inference()):
+            return link(self._spec, self._value, self._mirror, self)
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        raise _no_other_value()
+
+
+def _no_other_value() -> PlacementError:
+    return PlacementError(
+        "x.data of a view that auto_redistribute() made cannot be assigned: its base is held by other devices; "
+        "write x = x.clone() first, or x.copy_(value) to write to the base"
+    )

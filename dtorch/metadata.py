@@ -18,7 +18,8 @@ from dtorch_runtime.errors import MixedTensorError, UnsupportedError
 aten = torch.ops.aten
 
 
-_VIEWS = {
+#: The view that a call makes of its tensor.
+VIEWS = {
     aten.t_.default: aten.t.default,
     aten.transpose_.default: aten.transpose.int,
     aten.unsqueeze_.default: aten.unsqueeze.default,
@@ -29,17 +30,25 @@ _VIEWS = {
 }
 
 
-@special(*_VIEWS)
+@special(*VIEWS)
 def _view_in_place(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     target = args[0]
+    refuse_followed(func, target)
+    return adopt(target, dispatch(cls, VIEWS[func], (), args, kwargs))
+
+
+def refuse_followed(func: Any, target: torch.Tensor) -> None:
+    """Autograd follows a view by doing it again on the base, and knows of a change only where it may use strides.
+
+    Raises:
+        UnsupportedError: the tensor is such a view.
+    """
     if target._is_view() and target.requires_grad:
-        # Autograd follows a view by doing it again on the base, and knows of this change only where it may use strides.
         name = func._schema.name.removeprefix("aten::")
         raise UnsupportedError(
             f"{name}() would change the shape of a view that autograd follows, and its gradient would be lost. Allowed "
             f"is a tensor that is no view, or one that needs no gradient. Write x = x.{name.rstrip('_')}(...)"
         )
-    return adopt(target, dispatch(cls, _VIEWS[func], (), args, kwargs))
 
 
 @special(aten.resize_.default)

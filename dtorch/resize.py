@@ -24,7 +24,15 @@ def adopt(target: Any, source: Any) -> Any:
     """Let ``target`` stand for the value of ``source``, with its shape and strides; returns it.
 
     Torch's own side of it, history, hooks and version, stays that of ``target``.
+
+    Raises:
+        PlacementError: ``source`` is a view that ``auto_redistribute`` made, whose memory is on other devices.
     """
+    if type(source) is not type(target):
+        raise PlacementError(
+            f"the tensor cannot come to stand for a view that auto_redistribute() made on other devices "
+            f"({source._spec}); write x = x.redistribute(...) before, or use a clone() of the view"
+        )
     torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]  # a C descriptor
     target._spec, target._handle = source._spec, source._handle
     return target
