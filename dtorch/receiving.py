@@ -49,12 +49,12 @@ class Receiver:
                 return
             self._is_served = True
         try:
-            messages = self._link.receive(timeout_s)
+            # Handled within the turn: a helper that read on meanwhile would overtake what was read here.
+            self._on_messages(self._link.receive(timeout_s))
         finally:
             with self._turn:
                 self._is_served = False
                 self._turn.notify_all()
-        self._on_messages(messages)
 
     def help(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         """A waiting thread: read until ``is_done()``, for a moment at most. Interrupts are deferred by that moment.

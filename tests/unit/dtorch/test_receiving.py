@@ -152,3 +152,31 @@ def test_an_interrupted_helper_gives_its_turn_back(session: Session, monkeypatch
     session.link.put("later")
     wait_until(lambda: "later" in session.read, "the session's thread to read on")
     assert session.read["later"] is session.thread
+
+
+def test_a_helper_does_not_overtake_what_the_thread_handles() -> None:
+    link: Any = Link()
+    handled: list[str] = []
+    entered, may_go_on = threading.Event(), threading.Event()
+
+    def handle(messages: list[str]) -> None:
+        if "first" in messages:
+            entered.set()
+            assert may_go_on.wait(5)
+        handled.extend(messages)
+
+    receiver = Receiver(link, handle)
+    link.put("first")
+    thread = threading.Thread(target=receiver.serve, args=(5,))
+    thread.start()
+    try:
+        assert entered.wait(5)
+        link.put("second")
+        receiver.help(lambda: "second" in handled, 5)
+        assert handled == []
+    finally:
+        may_go_on.set()
+        thread.join()
+    while "second" not in handled:
+        receiver.help(lambda: "second" in handled, 5)
+    assert handled == ["first", "second"]
