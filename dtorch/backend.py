@@ -31,6 +31,7 @@ from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
 from dtorch.linked import dispatch_linked
 from dtorch.tensors import Tensor
+from dtorch.ties import keep_ties
 
 aten = torch.ops.aten
 _lock = threading.Lock()
@@ -91,6 +92,7 @@ def register() -> None:
         autocast.register(ops)
         transforms.let_trace(Tensor)
         _use_foreach_optimizers()
+        keep_ties()
 
 
 def _make(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -283,6 +283,10 @@ _TAKES_CPU_INDICES = frozenset(
     }
 )
 
+#: Workers call these with a number as well as with a tensor.
+_ARITHMETIC = ["add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "eq", "ne", "lt", "le", "gt", "ge"]
+_TAKES_NUMBERS = frozenset(getattr(aten, name).Tensor for name in _ARITHMETIC)
+
 
 def _is_plain_tensor(cls: type[torch.Tensor], value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) is not cls
@@ -305,7 +309,7 @@ def _bring_in(
     tensors: list[Any],
     location: int,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with CPU scalars as numbers, and CPU indices uploaded.
+    """The arguments with CPU scalars as numbers or uploaded, and CPU indices uploaded.
 
     Raises:
         MixedTensorError: a plain tensor of another kind.
@@ -316,9 +320,10 @@ def _bring_in(
             return type(value)(bring(item, is_index) for item in value)
         if not _is_plain_tensor(cls, value):
             return value
-        if value.dim() == 0 and value.device.type == "cpu" and not is_index:
+        is_scalar = value.dim() == 0 and value.device.type == "cpu"
+        if is_scalar and not is_index and _is_as_good_as_a_number(func, value, tensors):
             return value.item()
-        if is_index and value.device.type == "cpu":
+        if (is_index or is_scalar) and value.device.type == "cpu":
             layout = tensors[0]._spec.layout
             whole = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim)
             return upload(cls, graph, value, whole, location)
@@ -327,6 +332,11 @@ def _bring_in(
     takes_indices = func in _TAKES_CPU_INDICES
     new_args = tuple(bring(value, takes_indices and position == 1) for position, value in enumerate(args))
     return new_args, {name: bring(value, False) for name, value in kwargs.items()}
+
+
+def _is_as_good_as_a_number(func: Any, value: torch.Tensor, tensors: list[Any]) -> bool:
+    """Whether the op takes a number in place of a 0-dim tensor, and gives the same dtype for it."""
+    return func in _TAKES_NUMBERS and any(t.dim() and torch.can_cast(value.dtype, t.dtype) for t in tensors)
 
 
 def _mixed(func: Any, value: torch.Tensor, beside: Any) -> MixedTensorError:
@@ -367,7 +377,14 @@ def _to_copy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         local = aten._to_copy.default(source, **rest) if rest else source
         graph = Graph.default_graph()
         mesh = graph.default_mesh
-        return upload(cls, graph, local, Layout(mesh, (Replicate(),) * mesh.ndim), location)
+        # Dims keep their order in memory; uploads are row-major.
+        order = sorted(range(local.dim()), key=lambda dim: (-local.stride(dim), dim))
+        rows = local.permute(order)
+        whole = Layout(mesh, (Replicate(),) * mesh.ndim)
+        if local.is_contiguous() or not rows.is_contiguous():
+            return upload(cls, graph, local, whole, location)
+        uploaded = upload(cls, graph, rows, whole, location)
+        return aten.permute.default(uploaded, [order.index(dim) for dim in range(local.dim())])
     if device is not None and device.type != "dtorch":
         return fetched(source).to(device=device, **rest)
     return NotImplemented

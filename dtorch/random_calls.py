@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dtorch.dispatch import make, special
-from dtorch_runtime.errors import UnsupportedError
+from dtorch.resize import resize_outputs
 
 aten = torch.ops.aten
 
@@ -33,11 +33,7 @@ def _out_variants(*packets: Any) -> list[Any]:
 
 @special(*_out_variants(*_FACTORIES, *_OTHERS))
 def _into(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
-    """The tensor that ``out=`` names keeps its placement; what is drawn is copied there.
-
-    Raises:
-        UnsupportedError: torch would resize it.
-    """
+    """The tensor that ``out=`` names keeps its placement; what is drawn is copied there."""
     rest = dict(kwargs)
     out = rest.pop("out")
     if func is aten.normal.out:
@@ -50,10 +46,7 @@ def _into(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lo
         layout = out._spec.layout
         drawn = make(cls, factory, args, {**rest, "dtype": out.dtype}, layout, location)
     if drawn.shape != out.shape:
-        raise UnsupportedError(
-            f"{func.name()} would resize its output from {list(out.shape)} to {list(drawn.shape)}; "
-            f"pass a tensor of the right shape, or leave out= away"
-        )
+        resize_outputs((out,), ((0, tuple(drawn.shape)),), location)
     return out.copy_(drawn)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Literal
 
 import torch
@@ -184,21 +185,30 @@ class Tensor(torch.Tensor):
         raise UnsupportedError("a dtorch tensor has no memory here to share; write x.cpu().__dlpack__()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy with gradient and attributes, without hooks; copies of tensors that share memory share it too."""
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]  # what the lines below put there
         if not self.is_leaf:
             raise RuntimeError(
-                "only tensors created by the user (leaves) can be deep-copied; detach() it first"
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment; write x.detach() to copy its value, or x.clone() to copy it within the graph"
             )
         with torch.no_grad():
-            copy: Any = self.detach().clone()
+            copy: Any = self._copied_view(memo) if self._is_view() else self.detach().clone()
+        memo.setdefault(id(self._handle.root), copy)
         copy.requires_grad_(self.requires_grad)
-        if getattr(self, "_is_param", False):
-            copy._is_param = True
         memo[id(self)] = copy
+        vars(copy).update(deepcopy(vars(self), memo))
         if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)
+            copy.grad = deepcopy(self.grad, memo)
         return copy  # type: ignore[no-any-return]  # clone() of a Tensor
+
+    def _copied_view(self, memo: dict[int, Any]) -> Any:
+        """The same view of a copy of the base, which is the same copy for all its views."""
+        base = memo.get(id(self._handle.root))
+        if base is None:
+            base = memo[id(self._handle.root)] = self._base.detach().clone()  # type: ignore[union-attr]  # a view has one
+        return self._view_func_unsafe(base.detach())  # type: ignore[attr-defined]  # torch's stub lacks it
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled by value: what comes back is a CPU tensor, which ``.to("dtorch")`` or a state dict takes."""

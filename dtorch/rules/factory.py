@@ -95,15 +95,21 @@ def _box_of_whole(
 # ------------------------------------------------------------------------------------------------- shapes
 
 
+def _wanted_dtype(call: Call) -> torch.dtype | None:
+    """What ``dtype=`` or ``out=`` asks for."""
+    dtype: torch.dtype | None = call.get("dtype") if call.has("dtype") else call.spec("out").dtype
+    return dtype
+
+
 def _sized(call: Call) -> Metas | None:
     size = call.get("size")
     if not isinstance(size, list | tuple) or any(not isinstance(n, int) or n < 0 for n in size):
         return None
-    return _contiguous(tuple(size), default_dtype(call.get("dtype")))
+    return _contiguous(tuple(size), default_dtype(_wanted_dtype(call)))
 
 
 def _full(call: Call) -> Metas | None:
-    dtype = call.get("dtype")
+    dtype = _wanted_dtype(call)
     if dtype is None:
         value = call.get("fill_value")
         if isinstance(value, complex):
@@ -118,7 +124,7 @@ def _arange(call: Call) -> Metas | None:
     step = call.get("step") if call.has("step") else 1
     if not all(type(value) is int for value in (start, end, step)) or step == 0 or (end - start) * step < 0:
         return None
-    return _contiguous((-(-(end - start) // step),), call.get("dtype") or torch.int64)
+    return _contiguous((-(-(end - start) // step),), _wanted_dtype(call) or torch.int64)
 
 
 def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Metas:
