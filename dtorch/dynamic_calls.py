@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from dtorch.dispatch import dispatch, fetched, special
+from dtorch.resize import resize_outputs
 from dtorch.rules.call import Call, op_of
 from dtorch.rules.index import is_mask_dtype
-from dtorch_runtime.errors import UnsupportedError
 
 aten = torch.ops.aten
 
@@ -123,15 +123,10 @@ def _bincount(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @special(aten.nonzero.out, aten.masked_select.out)
 def _into(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
-    """``out=`` of a result of unknown shape: it must turn out to fit."""
+    """``out=`` of a result of unknown shape: once it is known, it is brought there."""
     out = kwargs["out"]
     result = func._overloadpacket.default(*args)
-    if result.shape != out.shape:
-        name = func._schema.name.removeprefix("aten::")
-        raise UnsupportedError(
-            f"{name}(out=) would resize its output from {list(out.shape)} to {list(result.shape)}; "
-            f"leave out= away: y = torch.{name}(...)"
-        )
+    resize_outputs((out,), [(0, tuple(result.shape))], location)
     return aten.copy_.default(out, result)
 
 

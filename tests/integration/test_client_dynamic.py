@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -239,10 +240,65 @@ def test_masks_of_other_shapes_are_refused_at_once(x: Any) -> None:
             x.detach()[:, index] = 1
 
 
-def test_out_takes_what_fits(x: Any, mesh: DeviceMesh) -> None:
+def test_out_is_resized(x: Any, mesh: DeviceMesh) -> None:
     out = dtorch.zeros(2, 2, dtype=torch.int64, device_mesh=mesh)
     mask = dtorch.tensor([[False, True], [True, False]], device_mesh=mesh)
     assert torch.nonzero(mask, out=out) is out
     assert out.tolist() == [[0, 1], [1, 0]]
-    with pytest.raises(dtorch.UnsupportedError, match=r"from \[2, 2\] to \[4, 2\]"):
+    with pytest.warns(UserWarning, match="was resized since it had shape"):
         torch.nonzero(~mask | mask, out=out)
+    assert out.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    empty = dtorch.empty(0, device_mesh=mesh)
+    torch.masked_select(x.detach(), x > 0.9, out=empty)
+    assert torch.equal(empty.to_torch(), X[0][X[0] > 0.9])
+
+
+# ---- routing to experts ----
+
+
+class Experts(torch.nn.Module):
+    """A mixture of experts as in Mixtral and Qwen-MoE: each token goes to the best two, which only work for theirs."""
+
+    def __init__(self, hidden: int = 6, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(hidden, num_experts, bias=False)
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(hidden, 8), torch.nn.SiLU(), torch.nn.Linear(8, hidden))
+            for _ in range(num_experts)
+        )
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        tokens = states.reshape(-1, states.shape[-1])
+        weights, chosen = torch.topk(F.softmax(self.router(tokens), dim=1, dtype=torch.float), 2, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        result = torch.zeros_like(tokens)
+        for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            rank, token = torch.where(mask[int(hit)])
+            output = self.experts[int(hit)](tokens[None, token].reshape(-1, tokens.shape[-1]))
+            result.index_add_(0, token, (output * weights[token, rank, None]).to(states.dtype))
+        return result.reshape(states.shape)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "sharded"])
+def test_routing_to_experts(mesh: DeviceMesh, cut: bool) -> None:
+    torch.manual_seed(3)
+    plain = Experts()
+    remote = copy.deepcopy(plain)
+    for module in remote.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = Shard(0) if cut else Replicate()
+            value = dtorch.from_torch(parameter.detach(), device_mesh=mesh, placements=[placement])
+            setattr(module, name, torch.nn.Parameter(value))
+    given = torch.randn(2, 5, 6)
+    states = dtorch.from_torch(given, device_mesh=mesh, placements=[Shard(0) if cut else Replicate()])
+    with dtorch.auto_redistribute(enabled=cut):
+        actual = remote(states)
+        actual.pow(2).sum().backward()
+    expected = plain(given)
+    expected.pow(2).sum().backward()
+    torch.testing.assert_close(actual.cpu(), expected)
+    for mine, theirs in zip(remote.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad.cpu(), theirs.grad)  # type: ignore[union-attr]  # it has one

@@ -66,9 +66,17 @@ CASES: dict[str, Case] = {
     "vmap with a sum": lambda a, b: func.vmap(lambda x: x * 2 + x.sum())(a),
     "vmap over columns": lambda a, b: func.vmap(lambda x: x.cumsum(0), in_dims=1, out_dims=1)(a),
     "vmap of matmul": lambda a, b: func.vmap(lambda x: b @ x)(a),
+    "vmap of linear": lambda a, b: func.vmap(lambda x: F.linear(x, b, b[0]))(a),
+    "vmap in chunks": lambda a, b: func.vmap(lambda x: x @ b, chunk_size=3)(a),
     "vmap of dot": lambda a, b: func.vmap(torch.dot)(a, a + 1),
     "vmap of vmap": lambda a, b: func.vmap(func.vmap(lambda x, y: x * y, (None, 0)), (0, None))(a[:, 0], b),
     "vmap of where": lambda a, b: func.vmap(lambda x: torch.where(x > 0, x, -x).softmax(0))(a),
+    "vmap with equal draws": lambda a, b: func.vmap(lambda x: x + torch.rand_like(x) * 0, randomness="same")(
+        a
+    ),
+    "vmap with different draws": lambda a, b: func.vmap(
+        lambda x: x + torch.rand(6, device=x.device) * 0, randomness="different"
+    )(a),
     "vmap of attention": lambda a, b: func.vmap(_attention)(a.reshape(2, 2, 6)),
     "grad": lambda a, b: func.grad(lambda x: (x.sin() * x).sum())(a),
     "grad of matmul": lambda a, b: func.grad(lambda x: (x @ b).sin().sum())(a),
@@ -86,6 +94,9 @@ CASES: dict[str, Case] = {
     "jacrev": lambda a, b: func.jacrev(lambda x: x.sin() @ b)(a),
     "jacfwd": lambda a, b: func.jacfwd(lambda x: x.sin() @ b)(a),
     "hessian": lambda a, b: func.hessian(lambda x: (x.sin() @ b[:, :2]).pow(2).sum())(a[:2]),
+    "gradients of samples": lambda a, b: func.vmap(func.grad(_loss), in_dims=(None, 0))(
+        _parameters_like(a), a
+    ),
     "gradients of parameters": lambda a, b: func.grad(_loss)(_parameters_like(a), a),
     "an ensemble": _ensemble,
     "forward mode": _dual,
@@ -133,3 +144,31 @@ def test_values_are_those_of_torch(mesh: DeviceMesh, name: str) -> None:
             assert placement != Replicate(), refused
             with dtorch.auto_redistribute():
                 check()
+
+
+def test_draws_under_vmap(mesh: DeviceMesh) -> None:
+    """``randomness`` means what it does in torch, and draws depend on the seed."""
+    a = dtorch.zeros(4, 3, device_mesh=mesh)
+
+    def draw(randomness: str) -> torch.Tensor:
+        torch.manual_seed(5)
+        drawn: Any = func.vmap(lambda x: x + torch.rand_like(x), randomness=randomness)(a)
+        value: torch.Tensor = drawn.to_torch()
+        return value
+
+    same, different = draw("same"), draw("different")
+    assert (same == same[0]).all()
+    assert len(set(different.flatten().tolist())) == 12
+    assert torch.equal(different, draw("different"))
+    with pytest.raises(RuntimeError, match="random operation while in randomness error mode"):
+        draw("error")
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_gradients_are_checked(mesh: DeviceMesh, placement: Any) -> None:
+    """``gradcheck`` compares derivatives of all kinds with differences."""
+    x = dtorch.from_torch(A[:2, :3], device_mesh=mesh, placements=[placement], requires_grad=True)
+    w = dtorch.from_torch(B[:3, :2], device_mesh=mesh, requires_grad=True)
+    with dtorch.auto_redistribute(), dtorch.Graph.default_graph().device_mesh_guard(mesh):
+        assert autograd.gradcheck(lambda x, w: (x @ w).sin() * 2, (x, w), check_forward_ad=True)
+        assert autograd.gradgradcheck(lambda x: (x * x.exp()).sum(0), (x,))
