@@ -14,7 +14,7 @@ from dtorch.rules.call import Call, Op, op_of
 from dtorch.rules.explain import no_rule
 from dtorch.rules.tables import find_rule
 from dtorch.rules.whole import plan_whole
-from dtorch.shapes import ShapeNeedsData
+from dtorch.shapes import ShapeNeedsData, sparse_result
 from dtorch.spec import intern_spec
 from dtorch_runtime.errors import InternalError, UnsupportedError
 from dtorch_runtime.ir.layout import Layout
@@ -55,6 +55,8 @@ def propagate(
             return random.plan_random_factory(call, default_layout)
         return factory.plan_factory(call, default_layout)
     _refuse_metadata_changes(op)
+    if op.base.startswith("aten::_to_sparse"):
+        raise sparse_result(op.name, op.base.removeprefix("aten::_to_"))
     if op.writes:
         refuse_shared_elements(call)
     if op.base in _SAME_VALUE:

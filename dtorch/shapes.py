@@ -145,6 +145,7 @@ def run_on_meta(call: Call) -> Metas:
         ) from error
     if not call.op.returns:
         return ()
+    check_strided(call.op.name, result)
     results = result if len(call.op.returns) > 1 else (result,)
     return tuple(_from_meta(item) for item in results)
 
@@ -168,6 +169,25 @@ def _from_meta(value: Any) -> TensorMeta | tuple[TensorMeta, ...] | None:
             for item in value
         )
     return None
+
+
+def check_strided(op: str, result: Any) -> None:
+    """Refuse a result that has no elements in rows, of which a device could hold a piece.
+
+    Raises:
+        UnsupportedError: it is sparse.
+    """
+    for item in result if isinstance(result, list | tuple) else (result,):
+        if isinstance(item, torch.Tensor) and item.layout is not torch.strided:
+            raise sparse_result(op, str(item.layout).removeprefix("torch."))
+
+
+def sparse_result(op: str, layout: str) -> UnsupportedError:
+    """The error for an op whose result is not strided."""
+    return UnsupportedError(
+        f"{op} makes a {layout} tensor, which has no placements; compute with the strided tensor "
+        f"(sparse=False where the op has it), or fetch it first: x.cpu().to_sparse()"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -49,3 +49,16 @@ def test_a_tensor_with_any_stride_on_a_dim_of_size_1_is_sent(mesh: DeviceMesh) -
     assert plain[:1].stride() != (1, 1)
     placed = dtorch.from_torch(plain[:1], device_mesh=mesh)
     assert torch.equal(placed.to_torch(), plain[:1])
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_sparse_results_are_refused(mesh: DeviceMesh, placement: dtorch.Placement) -> None:
+    weight = dtorch.from_torch(torch.randn(4, 6), device_mesh=mesh, placements=[placement])
+    with pytest.raises(dtorch.UnsupportedError, match=r"x\.cpu\(\)\.to_sparse\(\)"):
+        weight.to_sparse()
+    weight.requires_grad_()
+    rows = torch.nn.functional.embedding(
+        dtorch.tensor([1, 2], device_mesh=mesh), weight.redistribute(placements=[Replicate()]), sparse=True
+    )
+    with pytest.raises(dtorch.UnsupportedError, match="sparse=False"):
+        rows.sum().backward()
