@@ -18,6 +18,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import dtorch
+from dtorch_runtime.local import LocalCluster, start_local_cluster
+from dtorch_runtime.settings import Settings
 from tests.support.leaks import RUN_MARKER, LeakWatch, end_stray_processes
 
 #: Loading and decoding take half a minute on two idle cores.
@@ -134,6 +137,29 @@ def unused_endpoint() -> Iterator[Callable[[str], str]]:
 
     yield make
     shutil.rmtree(folder)
+
+
+#: Of the cluster that tests of the client share.
+_NUM_DEVICES = 4
+
+
+@pytest.fixture(scope="session")
+def shared_processes(leak_watch: LeakWatch) -> Iterator[LocalCluster]:
+    """Processes of a cluster with four CPU devices on one node; they live as long as the test session."""
+    before = leak_watch.snapshot()
+    local = start_local_cluster(1, _NUM_DEVICES, Settings(num_threads=1))
+    local.wait_ready()
+    leak_watch.declare_baseline(before)
+    yield local
+    local.stop()
+
+
+@pytest.fixture
+def cluster(shared_processes: LocalCluster) -> Iterator[dtorch.Cluster]:
+    """A session on the shared processes, which is the current one."""
+    local = shared_processes
+    with dtorch.connect(local.address, session_key=local.session_key) as connected:
+        yield connected
 
 
 _TEMPORARY_FOLDER = pytest.StashKey[str]()

@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.testing._internal.common_methods_invocations as database
 from torch.utils import _pytree as pytree
@@ -26,6 +28,8 @@ _EVEN_SIZES = {"L": 24, "M": 12, "S": 4, "XS": 2}
 _STOCK_S = 5
 #: Where the random numbers of samples begin, for each entry anew: an entry has the same samples in every run.
 _SAMPLE_SEED = 20
+#: The first samples of an entry are quick to make and varied enough for a glance at each.
+_NUM_EARLY = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,12 @@ def key_of(entry: Any) -> str:
 
 def entries(run: Run) -> dict[str, Any]:
     """Every entry that takes the run's dtype, by name."""
-    return {key_of(e): e for e in database.op_db if run.torch_dtype in e.supported_dtypes("cpu")}
+    return _entries(run.torch_dtype)
+
+
+@cache
+def _entries(dtype: torch.dtype) -> dict[str, Any]:
+    return {key_of(e): e for e in database.op_db if dtype in e.supported_dtypes("cpu")}
 
 
 class Sample:
@@ -110,6 +119,11 @@ class Sample:
             and not (t.is_quantized or t.is_nested or t.is_neg() or t.is_conj() or t.device.type == "meta")
             for t in self.tensors
         )
+
+    @property
+    def has_generator(self) -> bool:
+        """Whether a generator is among its arguments."""
+        return any(isinstance(leaf, torch.Generator) for leaf in self.leaves)
 
     def without_grad(self) -> Sample:
         """The same without ``requires_grad``."""
@@ -140,15 +154,18 @@ def _fresh_constant(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
-def samples(entry: Any, run: Run) -> list[Sample]:
+def samples(entry: Any, run: Run, limit: int | None = None) -> list[Sample]:
     """The first samples of an entry, the same in every run; fewer where making the next one fails at these sizes."""
-    torch.manual_seed(_SAMPLE_SEED)
+    count = run.num_samples if limit is None else limit
+    torch.default_generator.manual_seed(_SAMPLE_SEED)
     random.seed(_SAMPLE_SEED)
+    numpy.random.seed(_SAMPLE_SEED)
     made: list[Sample] = []
     with warnings.catch_warnings(), sizes(run):
         warnings.simplefilter("ignore")
-        found = iter(entry.sample_inputs("cpu", run.torch_dtype, requires_grad=run.dtype == "float32"))
-        while len(made) < run.num_samples:
+        # Not through sample_inputs(), which looks at the whole stack for each sample to name the test it is in.
+        found = iter(entry.sample_inputs_func(entry, "cpu", run.torch_dtype, run.dtype == "float32"))
+        while len(made) < count:
             try:
                 sample = next(found)
             except (StopIteration, RuntimeError, IndexError):
@@ -199,6 +216,15 @@ def drawn(found: Sequence[Sample], run: Run, entry: str) -> list[tuple[int, tupl
         index = rng.randrange(len(found))
         pairs[index, rng.randrange(counts[index])] = None
     return [(index, _nth(options[index], number)) for index, number in sorted(pairs)]
+
+
+def one_of(entry: Any, run: Run, name: str) -> Iterator[tuple[Sample, tuple[Placements, ...]]]:
+    """Combinations of early samples, drawn for this entry; a first one that serves is enough."""
+    rng = random.Random(f"{run.seed}:{name}")
+    made = samples(entry, run, rng.randrange(1, _NUM_EARLY + 1))
+    for sample in reversed(made):
+        if sample.is_usable:
+            yield sample, tuple(rng.choice(choices(t, run)) for t in sample.tensors)
 
 
 def _nth(options: Sequence[Sequence[T]], number: int) -> tuple[T, ...]:

@@ -111,12 +111,16 @@ def table(rows: Iterable[EntryRow], run: Run) -> str:
     lines = [
         f"{row.entry:44} {_counts(row.failures)}  {row.first_failure[:220]}" for row in rows if row.failures
     ]
-    sizes = "uneven" if run.is_uneven else "even"
-    mesh = "x".join(map(str, run.mesh_shape))
-    lines.append(f"\nmode {run.mode}, {sizes} sizes, mesh {mesh}, {run.dtype}")
+    lines.append(f"\n{describe(run)}")
     lines += [f"  {name:40} {value}" for name, value in summary(rows).items() if name != "failures"]
     lines += [f"  failed: {name:32} {number}" for name, number in summary(rows)["failures"].items()]
     return "\n".join(lines)
+
+
+def describe(run: Run) -> str:
+    """The run in a few words."""
+    words = [run.mode, run.dtype, "x".join(map(str, run.mesh_shape))]
+    return ", ".join([*words, "uneven"] if run.is_uneven else words)
 
 
 def to_json(rows: Iterable[EntryRow], run: Run) -> dict[str, Any]:

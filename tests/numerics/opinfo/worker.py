@@ -11,18 +11,18 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
 
 import dtorch
-from dtorch_runtime.errors import DTorchError, SettingError
+from dtorch_runtime.errors import DTorchError
 from dtorch_runtime.ir.placement import Placements, Replicate, Shard
 from dtorch_runtime.settings import Settings
 from tests.numerics.opinfo.check import Checker, Outcome, Reference, describe_error, is_random, reference_of
-from tests.numerics.opinfo.entries import Run, Sample, combinations, drawn, entries, samples
+from tests.numerics.opinfo.entries import Run, Sample, combinations, drawn, entries, one_of, samples
 from tests.numerics.opinfo.op_stream import OpStream
 
 #: Longest wait in a check, in seconds; a check that needs longer hangs.
@@ -30,18 +30,9 @@ WAIT_TIMEOUT_S = 30.0
 _COLLECTIVE_TIMEOUT_S = 15.0
 
 
-def scope_of(mode: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What calls run in.
-
-    Raises:
-        SettingError: this DTorch has no auto scope.
-    """
-    if mode == "strict":
-        return nullcontext
-    if not hasattr(dtorch, "auto_redistribute"):
-        raise SettingError("mode 'auto' needs dtorch.auto_redistribute(), which this version does not have")
-    scope: Callable[[], AbstractContextManager[Any]] = dtorch.auto_redistribute
-    return scope
+def scope_of(run: Run) -> Callable[[], AbstractContextManager[Any]]:
+    """What calls run in."""
+    return dtorch.auto_redistribute if run.mode == "auto" else nullcontext
 
 
 def check_entry(
@@ -62,6 +53,25 @@ def check_entry(
             outcome = checker.check(entry, sample, reference, placements)
         is_sharded = any(isinstance(p, Shard) for each in placements for p in each)
         yield number, describe(placements), is_sharded, outcome
+
+
+def glance(entry: Any, name: str, run: Run, checkers: Sequence[Checker]) -> tuple[str, list[Outcome]] | None:
+    """One check of an entry by each of ``checkers``, drawn for the entry: its placements, and what became of it.
+
+    None where no sample serves.
+    """
+    for given, placements in one_of(entry, run, name):
+        pair = reference_of(entry, given, run.with_grad)
+        if pair is not None:
+            sample, reference = pair
+            if is_random(entry, sample, reference):
+                own = _alone(checkers[0], entry, sample, reference)
+                if isinstance(own, Outcome):
+                    return describe(placements), [own]
+                reference = own
+            outcomes = [checker.check(entry, sample, reference, placements) for checker in checkers]
+            return describe(placements), outcomes
+    return None
 
 
 def usable_samples(entry: Any, run: Run) -> list[tuple[int, Sample, Reference]]:
@@ -113,7 +123,7 @@ class _Cluster:
             dtorch.connect(num_nodes=1, devices_per_node=count, settings=settings)
         )
         mesh = dtorch.DeviceMesh("cpu", torch.arange(count).view(run.mesh_shape).tolist())
-        return Checker(OpStream(connected.session), mesh, scope_of(run.mode))
+        return Checker(OpStream(connected.session), mesh, scope_of(run))
 
     def close(self) -> None:
         # A failure that no check has fetched, or the loss that ends this session.
