@@ -21,7 +21,7 @@ export PROMPT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all check format bench clean
+.PHONY: help demo test test-all test-ops check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, under ten minutes on two 
 
 test-all: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, the slow ones too
 	$(PY) -m pytest $(ARGS)
+
+test-ops: $(STAMPS)/dev  ## run PyTorch's operator database on every placement, an hour on two cores; ARGS="--jobs 4"
+	$(PY) -m tests.numerics.opinfo --all $(ARGS)
 
 check: $(STAMPS)/dev  ## static checks: lint, format, strict types, import direction
 	$(VENV)/bin/ruff check $(wildcard $(SOURCES))
