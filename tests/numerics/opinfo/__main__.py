@@ -24,6 +24,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.numerics.opinfo", description="PyTorch's operator database on DTorch."
     )
+    parser.add_argument("--all", action="store_true", help="every run of the suite, one after the other")
     parser.add_argument(
         "--ops", default="", help="names of entries, comma-separated; a name stands for its variants"
     )
