@@ -208,7 +208,7 @@ class Tensor(torch.Tensor):
         base = memo.get(id(self._handle.root))
         if base is None:
             base = memo[id(self._handle.root)] = self._base.detach().clone()  # type: ignore[union-attr]  # a view has one
-        return self._view_func_unsafe(base.detach())  # type: ignore[attr-defined]  # torch's stub lacks it
+        return self._view_func_unsafe(base.detach())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled by value: what comes back is a CPU tensor, which ``.to("dtorch")`` or a state dict takes."""

@@ -1,7 +1,7 @@
 """Tied parameters stay tied when a module moves to the cluster or back.
 
-``Module.to`` changes the data of a parameter where it can, so that modules that share one go on sharing it. Between the CPU
-and this device it cannot, and makes new parameters, for each module its own: a model with tied embeddings would train two.
+``Module.to`` changes the data of a parameter where it can, so that modules that share one go on sharing it. Between the
+CPU and this device it cannot, and makes new parameters, each module its own: a model with tied embeddings would train two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dtorch.tensors import Tensor
 
 def keep_ties() -> None:
     """Let ``Module._apply``, which ``to``, ``cpu``, ``half`` and others call, tie again what was tied before."""
-    apply = Module._apply
+    apply: Any = Module._apply
     if hasattr(apply, "keeps_ties"):
         return
 
