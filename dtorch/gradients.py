@@ -7,11 +7,14 @@ written with products that do too. These are differentiable again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from dtorch.graph import is_default_mesh
+from dtorch.spec import Spec
 from dtorch_runtime.errors import PlacementError
+from dtorch_runtime.ir.placement import Replicate, Shard
 
 aten = torch.ops.aten
 
@@ -22,12 +25,14 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(left, right)
-        result: torch.Tensor = aten.matmul.default(left, right)
-        return result
+        result: Any = aten.matmul.default(left, right)
+        ctx.spec = result._spec
+        return result  # type: ignore[no-any-return]  # a tensor
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         left, right = ctx.saved_tensors
+        gradient = _cut_like(gradient, ctx.spec)
         rows = left if left.ndim > 1 else left.unsqueeze(0)
         columns = right if right.ndim > 1 else right.unsqueeze(1)
         if right.ndim == 1:
@@ -39,6 +44,7 @@ class _Matmul(torch.autograd.Function):
             of_left = _product(gradient, columns.mT, rows.shape)
             of_left = of_left if left.ndim > 1 else of_left.squeeze(0)
         if ctx.needs_input_grad[1]:
+            rows = _rows_like(rows, gradient)
             of_right = _product(rows.mT, gradient, columns.shape)
             of_right = of_right if right.ndim > 1 else of_right.squeeze(1)
         return of_left, of_right
@@ -50,21 +56,46 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        result: torch.Tensor = aten.linear.default(x, weight, bias)
-        return result
+        result: Any = aten.linear.default(x, weight, bias)
+        ctx.spec = result._spec
+        return result  # type: ignore[no-any-return]  # a tensor
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        gradient = _cut_like(gradient, ctx.spec)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             of_x = torch.matmul(gradient, weight)
         if ctx.needs_input_grad[1]:
             rows, given = (t if t.ndim > 1 else t.unsqueeze(0) for t in (gradient, x))
+            given = _rows_like(given, rows)
             of_weight = _product(rows.mT, given, weight.shape)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(dim=tuple(range(gradient.ndim - 1))) if gradient.ndim > 1 else gradient
         return of_x, of_weight, of_bias
+
+
+def _cut_like(whole: Any, spec: Spec, *, but: int | None = None) -> Any:
+    """A whole tensor cut as another is, except along the dim ``but``: a local slice, no bytes."""
+    given: Spec = whole._spec
+    mesh = spec.layout.mesh
+    if not given.layout.is_replicated or not (
+        given.layout.mesh == mesh or is_default_mesh(given.layout.mesh)
+    ):
+        return whole
+    placements = [p if isinstance(p, Shard) and p.dim != but else Replicate() for p in spec.layout.placements]
+    if not any(isinstance(p, Shard) for p in placements):
+        return whole
+    return whole.redistribute(device_mesh=mesh, placements=placements)
+
+
+def _rows_like(whole: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A whole factor with the rows that the gradient of the product has: a local slice."""
+    if whole.shape[:-1] != gradient.shape[:-1]:
+        return whole
+    result: torch.Tensor = _cut_like(whole, cast(Any, gradient)._spec, but=whole.ndim - 1)
+    return result
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> torch.Tensor:

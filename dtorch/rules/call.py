@@ -67,7 +67,7 @@ class Op:
         self.position = {p.name: i for i, p in enumerate(self.parameters)}
         self.tensor_parameters = tuple(p for p in self.parameters if p.tensors)
         self.writes = tuple(p.name for p in self.parameters if p.writes)
-        #: Parameters that the kernel writes to though the schema does not say so.
+        #: Parameters that the kernel writes to in training though the schema does not say so.
         self.unsaid_writes: tuple[str, ...] = _UNSAID_WRITES.get(self.base, ())
         self.returns = tuple(_tensor_kind(str(r.type)) for r in schema.returns)
         aliases: dict[str, str] = {}
@@ -185,7 +185,8 @@ class Call:
     def written(self) -> tuple[int, ...]:
         """The numbers of the inputs that the op writes to."""
         result: list[int] = []
-        for name in self.op.writes:
+        unsaid = self.op.unsaid_writes if self.op.unsaid_writes and self.get("training") else ()
+        for name in (*self.op.writes, *unsaid):
             operand = self.operands[name]
             if isinstance(operand, int):
                 result.append(operand)

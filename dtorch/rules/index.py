@@ -37,7 +37,7 @@ def _rows_from_a_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | N
 
 
 rule("embedding", "vd,...->...d", linear="a", specialize=_rows_from_a_piece, shape=_embedding_shape)
-rule("embedding_dense_backward", "...d,...->vd", linear="a", slices="b")
+rule("embedding_dense_backward", "...d,...->vd", linear="a", slices="ab")
 
 
 # ------------------------------------------------------------------------------------------------- along a dim
@@ -49,11 +49,23 @@ def _along(call: Call) -> str:
 
 
 def _same_dims(call: Call) -> str:
+    names, picked = _picked_along(call)
+    return f"{names},{picked},{picked}->{names}"
+
+
+def _picked_along(call: Call) -> tuple[str, str]:
+    """Letters of a tensor, and of what is picked along ``dim``: as many places there as one likes."""
     names = letters(len(call.inputs[0].shape))
-    return f"{names},{names},{names}->{names}"
+    dim = dim_of(call)
+    return names, f"{names[:dim]}Z{names[dim + 1 :]}" if names else ""
 
 
-rule("gather", _same_dims, moves="a", whole=_along)
+def _gather(call: Call) -> str:
+    names, picked = _picked_along(call)
+    return f"{names},{picked}->{picked}"
+
+
+rule("gather", _gather, moves="a", whole=_along, slices="ab")
 rule("scatter.src", _same_dims, moves="a+c", lifts=True, whole=_along)
 rule("scatter.value scatter.reduce scatter.value_reduce scatter_reduce", _same_dims, whole=_along)
 rule("scatter_add", _same_dims, linear="a+c", lifts=True, whole=_along)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from dtorch.rules import explain
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import Binder, EquationRule, full_names, rule
 from dtorch.rules.empty import on_pieces, or_zeros
-from dtorch.rules.equation import Equation, Matched, dim_cuts, nested_cuts, signatures
+from dtorch.rules.equation import Matched, dim_cuts, nested_cuts, signatures
 from dtorch.rules.registry import register
-from dtorch.shapes import Metas, TensorMeta, is_contiguous, register_shape, run_on_meta
+from dtorch.shapes import Metas, TensorMeta, is_contiguous, run_on_meta
 from dtorch.spec import contiguous_stride
 
 # ------------------------------------------------------------------------------------------------- layers
@@ -142,9 +141,6 @@ register(
 
 # ------------------------------------------------------------------------------------------------- batches
 
-#: Running statistics, which training writes to whatever the schema says.
-_STATISTICS = ("running_mean", "running_var")
-
 
 def _is_training(call: Call) -> bool:
     """Whether statistics are those of the batch."""
@@ -180,17 +176,6 @@ def _batch_whole(call: Call) -> Sequence[str]:
     return ("n", *(f"~{i}" for i in range(1, input_ndim - 1)))
 
 
-_BATCHES = Binder(_batch_norm, whole=_batch_whole, slices="*", unaffected=frozenset({1, 2, 3}))
-
-
-def _bind_batch_norm(call: Call) -> Equation | None:
-    equation = _BATCHES(call)
-    if equation is None or not _is_training(call):
-        return equation
-    written = frozenset(n for s in _STATISTICS if isinstance(n := call.operands.get(s), int))
-    return replace(equation, fixed=equation.fixed | written)
-
-
 def _batch_norm_shape(call: Call) -> Metas | None:
     """Meta kernels save statistics without training, as CUDA does; a CPU does not."""
     assert call.mesh is not None
@@ -203,12 +188,19 @@ def _batch_norm_shape(call: Call) -> Metas | None:
     return (result, *none, *reserve)
 
 
-_NORMS_OF_BATCHES = full_names(
+_NORMS_OF_BATCHES = (
     "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training _batch_norm_with_update "
     "_batch_norm_no_update"
 )
-register(_NORMS_OF_BATCHES, EquationRule(_bind_batch_norm, specialize=or_zeros))
-register_shape(_NORMS_OF_BATCHES, _batch_norm_shape)
+rule(
+    _NORMS_OF_BATCHES,
+    _batch_norm,
+    whole=_batch_whole,
+    slices="*",
+    unaffected=(1, 2, 3),
+    specialize=or_zeros,
+    shape=_batch_norm_shape,
+)
 rule(
     "native_batch_norm_backward batch_norm_backward",
     _batch_norm_backward,

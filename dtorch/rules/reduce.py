@@ -213,4 +213,10 @@ def _softmax_backward(call: Call) -> str:
     return f"{names},{names}->{names}"
 
 
-rule("_softmax_backward_data _log_softmax_backward_data", _softmax_backward, linear="a", whole=_along)
+rule(
+    "_softmax_backward_data _log_softmax_backward_data",
+    _softmax_backward,
+    linear="a",
+    whole=_along,
+    slices="a",
+)

@@ -76,7 +76,7 @@ def test_second_derivatives(mesh: DeviceMesh) -> None:
         (gradient,) = torch.autograd.grad(whole(F.linear(x, w)).square().sum(), x, create_graph=True)
         return whole(gradient).square().sum()
 
-    a, b = torch.randn(2, 3, 4), torch.randn(5, 4)
+    a, b = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     want = [a.clone().requires_grad_(), b.clone().requires_grad_()]
     penalty(*want).backward()
     x, w = leaf(a, mesh, R), leaf(b, mesh, Shard(0))
