@@ -75,6 +75,8 @@ def issue_converted(
         target, copy = given[index], tensors[index]
         targets[id(copy)] = target
         copy_into(cls, target, converted(cls, copy, target._spec.layout, location), location)
+    if result is None:
+        torch._C._increment_version([given[index] for index in found.written_back])
     if isinstance(result, list | tuple):
         return type(result)(targets.get(id(item), item) for item in result)
     return targets.get(id(result), result)

@@ -88,7 +88,9 @@ def _check_ops(layout: Layout, spec: Spec) -> None:
 def _move(tensor: Any, layout: Layout) -> Any:
     if layout == tensor._spec.layout:
         return tensor.detach()
-    return transfer(type(tensor), tensor, layout, capture(sys._getframe(1), tensor._handle.graph.thread_id))
+    return transfer(
+        tensor._symbol_class, tensor, layout, capture(sys._getframe(1), tensor._handle.graph.thread_id)
+    )
 
 
 def redistribute_by_dict(

@@ -104,6 +104,17 @@ def test_redistribute_passes_gradients(grid: DeviceMesh, placements: Any) -> Non
     assert x.grad.placements == placements  # type: ignore[union-attr]  # it has one
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_a_write_to_a_list_is_counted(mesh: DeviceMesh, placement: Any) -> None:
+    """So that a backward pass through what was overwritten is refused, as on the CPU."""
+    leaf = send(torch.randn(4), mesh, placement)
+    saved = leaf * 1
+    result = saved.exp() * saved
+    torch._foreach_add_([saved.detach()], 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__)
 def test_training_steps(mesh: DeviceMesh, optimizer: Any) -> None:
     torch.manual_seed(0)

@@ -145,3 +145,15 @@ def test_to_the_same_layout_it_is_a_view(mesh: DeviceMesh) -> None:
         leaf.redistribute(placements=[S0]).add_(1)
     x.redistribute(placements=[R]).add_(1)
     assert x.tolist() == [1.0] * 4
+
+
+def test_a_view_that_the_auto_scope_made_is_moved_like_any_tensor(mesh: DeviceMesh) -> None:
+    """Its result is a tensor of its own: a write to it is not seen by the base."""
+    value = torch.arange(12.0).view(6, 2)
+    x = dtorch.from_torch(value, device_mesh=mesh, placements=[S0])
+    with dtorch.auto_redistribute():
+        view: Any = x[:5]
+        moved = view.redistribute(placements=[S1])
+        moved.add_(1)
+        assert torch.equal(moved.to_torch(), value[:5] + 1)
+        assert torch.equal(x.to_torch(), value)
