@@ -83,8 +83,8 @@ def register() -> None:
             ops.impl(func, _whole(func), "AutogradPrivateUse1")
             ops.impl(func, _whole(func), "PrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
-            ops.impl(aten._thnn_fused_lstm_cell.default, recurrent.lstm_cell, key)
-            ops.impl(aten._thnn_fused_gru_cell.default, recurrent.gru_cell, key)
+            for func, cell in recurrent.CELLS_AND_LAYERS.items():
+                ops.impl(func, cell, key)
             ops.impl(aten.stft.default, spectral.stft, key)
         ops.impl(
             aten.tensor_split.tensor_indices_or_sections, dynamic_calls.tensor_split, "AutogradPrivateUse1"
