@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-#: Words of a block for each element, and the width of their integers.
-_NARROW, _WIDE = 4, 2
+from dtorch_runtime.worker.philox import WORDS
+
+#: Elements that a block is enough for: of one word each, or of two.
+_NARROW, _WIDE = WORDS, WORDS // 2
 #: Integers from a smaller range are made of 32 bits: each is at most 2**-16 too likely or unlikely.
 _SMALL_RANGE = 1 << 16
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -27,7 +29,7 @@ class Distribution:
 
     Attributes:
         per_block: elements made of one block.
-        of_words: words int32 [4 * n], which it may overwrite -> values [per_block * n].
+        of_words: words int32 [n * WORDS], which it may overwrite -> values [n * per_block].
     """
 
     per_block: int

@@ -1,100 +1,116 @@
-"""Philox4x32-10: random bits as a function of a key and a position, so that any device makes any part of a stream.
+"""Philox4x64-10: random bits as a function of a key and a position, so that any device makes any part of a stream.
 
 J. Salmon, M. Moraes, R. Dror, D. Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC'11. A block cipher with few
-rounds encrypts a counter: four 32-bit words (a *block*) from four words of counter and two of key. The counter holds
-the number of the block (words 0 and 1) and of the draw (word 2), for samplers that need more than one block an element.
+rounds encrypts a counter: four 64-bit words (a *block*) from four words of counter and two of key. The counter holds
+the number of the block and that of the draw, for samplers that need more than one block an element.
 
-The arithmetic is that of arrays: NumPy's on a CPU, where its calls cost least, and torch's on other devices.
+NumPy has it in C, which makes runs of blocks on a CPU; blocks here and there, and those of other devices, are made with
+the arithmetic of tensors. Both give the same bits.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+import itertools
 
 import numpy as np
 import torch
 
-_MASK = 0xFFFFFFFF
+#: Words of 32 bits in a block.
+WORDS = 8
 _ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 #: What the words of the key grow by in every round.
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-
-#: int64 of NumPy or torch.
-_Array = Any
+_WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+_MASK_32, _MASK_64, _COUNTERS = (1 << 32) - 1, (1 << 64) - 1, 1 << 256
+#: From so many blocks on, moving NumPy's generator to a run is quicker than the arithmetic.
+_LONG_RUN = 32
+#: Up to so many blocks between two runs, making them and letting them go is quicker than moving the generator on.
+_SHORT_GAP = 256
 
 
 def chunk_blocks(device: torch.device) -> int:
-    """How many blocks to make at once: few enough for the cache of a CPU, enough to keep a GPU busy."""
-    return 8192 if device.type == "cpu" else 1 << 21
+    """How many blocks to make at once: few enough for the cache of a CPU, enough to be worth the calls."""
+    return 16384 if device.type == "cpu" else 1 << 20
 
 
-def words(blocks: range | torch.Tensor, key: int, device: torch.device, draw: int = 0) -> torch.Tensor:
-    """The words of some blocks, one block after the other: int32 [4 * number of blocks], every bit random.
+def words(
+    first: int | torch.Tensor, count: int, key: int, device: torch.device, draw: int = 0
+) -> torch.Tensor:
+    """The words of a run of blocks, or of several runs: int32 [number of runs * count * WORDS], all bits random.
 
     Args:
-        blocks: numbers of blocks, from 0; a tensor is int64 [n] on ``device``.
+        first: the number of the first block of each run; several are int64 [n] on ``device``, in ascending order.
+        count: blocks of a run.
         key: 64 bits.
-        draw: which of the 2**32 streams of this key.
+        draw: which of the streams of this key, from 0 to 2**64 - 1.
     """
-    count = len(blocks)
-    pairs = torch.empty((count, 2), dtype=torch.int64, device=device)
-    target: _Array = pairs
-    numbers: _Array = blocks
     if device.type == "cpu":
-        target = pairs.numpy()
-        numbers = np.arange(blocks.start, blocks.stop) if isinstance(blocks, range) else blocks.numpy()
-        even, odd = np.empty((2, count), np.int64), np.empty((2, count), np.int64)
-    else:
-        if isinstance(blocks, range):
-            numbers = torch.arange(blocks.start, blocks.stop, device=device)
-        even, odd = torch.empty((2, 2, count), dtype=torch.int64, device=device)
-    even[0], even[1], odd[0], odd[1] = numbers & _MASK, draw, numbers >> 32, 0
-    even, odd = encrypt(even, odd, key)
-    # Two words make one int64, so that interleaving moves half as many elements.
-    odd <<= 32
-    odd |= even
-    target[:, 0], target[:, 1] = odd[0], odd[1]
-    return pairs.view(torch.int32).view(-1)
+        if isinstance(first, int):
+            return _run(first, count, key, draw)
+        if count >= _LONG_RUN:
+            return _runs(first.tolist(), count, key, draw)
+    starts = torch.tensor([first], device=device) if isinstance(first, int) else first
+    blocks = (starts.unsqueeze(1) + torch.arange(count, device=device)).view(-1)
+    zero = torch.zeros_like(blocks)
+    made = encrypt((blocks, zero + _signed(draw), zero, zero), (key, 0))
+    return torch.stack(made, 1).view(torch.int32).view(-1)
 
 
-def encrypt(even: _Array, odd: _Array, key: int) -> tuple[_Array, _Array]:
-    """Encrypt counters, int64 [2, n] each.
-
-    Args:
-        even: words 0 and 2 of each counter, from 0 to 2**32 - 1.
-        odd: words 1 and 3.
-        key: 64 bits.
-
-    Returns:
-        Words 0 and 2 of each block, and words 1 and 3, of which only the lower 32 bits count.
-    """
-    is_torch = isinstance(even, torch.Tensor)
-    multipliers, weyl, first_key, second_key = _constants(even.device if is_torch else None)
-    keys = weyl + first_key * (key & _MASK)
-    keys += second_key * (key >> 32 & _MASK)
-    keys &= _MASK
-    # The upper halves of the products, mixed with the odd words and the key, change places and are the new even words;
-    # the lower halves are the new odd ones. Rows stay where they are: after every second round row 0 is word 2.
-    for multiplier, round_key in zip(multipliers, keys, strict=True):
-        product = even * multiplier
-        even = product >> 32
-        even ^= odd.flip(0) if is_torch else odd[::-1]
-        even ^= round_key
-        even &= _MASK
-        odd = product
-    return even, odd
+def _run(first: int, count: int, key: int, draw: int) -> torch.Tensor:
+    """A run of blocks by NumPy, which lets other threads run meanwhile."""
+    generator = np.random.Generator(_numpy_generator(first, key, draw))
+    made = generator.integers(0, _MASK_64, size=count * 4, dtype=np.uint64, endpoint=True)
+    return torch.from_numpy(made.view(np.int32))
 
 
-@lru_cache
-def _constants(device: torch.device | None) -> tuple[_Array, _Array, _Array, _Array]:
-    """What rounds multiply by, what keys grow by, and which word of the key goes where: int64 [rounds, 2, 1]."""
-    turns = np.arange(_ROUNDS)
-    is_first_row = np.stack((turns % 2 == 0, turns % 2 == 1), 1)
-    multipliers = np.where(is_first_row, *_MULTIPLIERS)
-    # Row 0 of the first round becomes word 2, which takes the second word of the key.
-    weyl = turns[:, None] * np.where(is_first_row, _WEYL[1], _WEYL[0])
-    arrays = (a.astype(np.int64)[..., None] for a in (multipliers, weyl, ~is_first_row, is_first_row))
-    found = tuple(a if device is None else torch.from_numpy(a).to(device) for a in arrays)
-    return found[0], found[1], found[2], found[3]
+def _runs(starts: list[int], count: int, key: int, draw: int) -> torch.Tensor:
+    """Runs of equal length, the generator moved on from one to the next."""
+    steps = {after - before for before, after in itertools.pairwise(starts)}
+    if len(steps) == 1 and 0 < (step := steps.pop()) <= count + _SHORT_GAP:
+        together = _run(starts[0], step * (len(starts) - 1) + count, key, draw)
+        return together.as_strided((len(starts), count * WORDS), (step * WORDS, 1)).reshape(-1)
+    made = np.empty((len(starts), count * 4), np.uint64)
+    generator = _numpy_generator(starts[0], key, draw)
+    reached = starts[0]
+    for row, start in zip(made, starts, strict=True):
+        if start != reached:
+            generator.advance(start - reached)
+        row[:] = generator.random_raw(count * 4)
+        reached = start + count
+    return torch.from_numpy(made.reshape(-1).view(np.int32))
+
+
+def _numpy_generator(first: int, key: int, draw: int) -> np.random.Philox:
+    """NumPy counts before it encrypts."""
+    return np.random.Philox(key=key & _MASK_64, counter=((draw << 64) + first - 1) % _COUNTERS)
+
+
+def encrypt(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], key: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encrypt counters: the four words of each, int64 [n] that stand for 64 bits, and so of the result."""
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(_ROUNDS):
+        high, low = _product(a, _MULTIPLIERS[0])
+        other_high, other_low = _product(c, _MULTIPLIERS[1])
+        a, b = other_high ^ b ^ _signed(first), other_low
+        c, d = high ^ d ^ _signed(second), low
+        first, second = first + _WEYL[0], second + _WEYL[1]
+    return a, b, c, d
+
+
+def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper and the lower half of an unsigned product of 64 bits by 64 bits."""
+    b_low, b_high = b & _MASK_32, b >> 32
+    a_low, a_high = a & _MASK_32, a >> 32 & _MASK_32
+    across, along = a_low * b_high, a_high * b_low
+    middle = ((a_low * b_low) >> 32 & _MASK_32) + (across & _MASK_32) + (along & _MASK_32)
+    high = a_high * b_high + (across >> 32 & _MASK_32) + (along >> 32 & _MASK_32) + (middle >> 32)
+    return high, a * _signed(b)
+
+
+def _signed(bits: int) -> int:
+    """The lower 64 bits as torch's int64 takes them."""
+    bits &= _MASK_64
+    return bits - (1 << 64) if bits >> 63 else bits

@@ -106,7 +106,7 @@ def _fill_row(flat: torch.Tensor, start: int, chunk: int, key: int, numbers: Dis
     per_block, stop = numbers.per_block, start + len(flat)
     for low, high in _cuts(start, stop, chunk):
         first = low // per_block
-        made = numbers.of_words(words(range(first, -(-high // per_block)), key, flat.device))
+        made = numbers.of_words(words(first, -(-high // per_block) - first, key, flat.device))
         skipped = low - first * per_block
         flat[low - start : high - start] = made[skipped : skipped + high - low]
 
@@ -126,13 +126,12 @@ def _fill_rows(target: torch.Tensor, part: Part, chunk: int, key: int, numbers: 
     skipped = part.first % per_block
     touched = -(-(skipped + length) // per_block) if is_aligned else (length + per_block - 2) // per_block + 1
     at_once = max(1, chunk // (touched * per_block))
-    block = torch.arange(touched, device=device)
     column = torch.arange(length, device=device)
     for low in range(0, len(target), at_once):
         high = min(low + at_once, len(target))
         starts = part.row_starts(low, high, device)
-        blocks = starts.div(per_block, rounding_mode="floor").unsqueeze(1) + block
-        made = numbers.of_words(words(blocks.view(-1), key, device)).view(high - low, -1)
+        blocks = starts.div(per_block, rounding_mode="floor")
+        made = numbers.of_words(words(blocks, touched, key, device)).view(high - low, -1)
         if is_aligned:
             target[low:high] = made[:, skipped : skipped + length]
         else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dtorch_runtime.worker.distributions import exponential, standard_normal, uniform
-from dtorch_runtime.worker.philox import chunk_blocks, words
+from dtorch_runtime.worker.philox import WORDS, chunk_blocks, words
 from dtorch_runtime.worker.positions import Part, fill, part_of
 
 #: Terms of a sum of probabilities, of means up to 10, beyond which nothing is left in double precision.
@@ -73,12 +73,12 @@ class _Draws:
         self._key = key
 
     def words(self, chosen: torch.Tensor, draw: int) -> torch.Tensor:
-        """The blocks of the chosen elements: int32 [number, 4]."""
-        return words(self._indices[chosen], self._key, self._indices.device, draw).view(-1, 4)
+        """The blocks of the chosen elements: int32 [number, WORDS]."""
+        return words(self._indices[chosen], 1, self._key, self._indices.device, draw).view(-1, WORDS)
 
     def uniforms(self, chosen: torch.Tensor, draw: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Two uniform numbers on (0, 1) for each: float64."""
-        integers = self.words(chosen, draw).view(torch.int64) >> 11
+        integers = self.words(chosen, draw).view(torch.int64)[:, :2] >> 11
         first, second = integers.to(torch.float64).add_(0.5).mul_(2.0**-53).add_(0.5).unbind(1)
         return first.contiguous(), second.contiguous()
 
