@@ -8,11 +8,13 @@ from typing import Any
 from dtorch.meshes import layout_record
 from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call, local_shape
-from dtorch.rules.dsl import rule
-from dtorch.rules.equation import Matched
+from dtorch.rules.dsl import EquationRule, full_names, rule
+from dtorch.rules.equation import Dims, Equation, Matched
 from dtorch.rules.reduce import other_op
+from dtorch.rules.registry import register
 from dtorch.rules.view import letters
-from dtorch.shapes import Metas, TensorMeta
+from dtorch.shapes import Metas, TensorMeta, register_shape, result_type
+from dtorch.spec import contiguous_stride
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Shard
 from dtorch_runtime.wire.records import LocalStart
@@ -147,3 +149,81 @@ def _trace_of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None
 
 rule("tril triu", "...mn->...mn", linear="a", specialize=_triangle_of_piece)
 rule("trace", "mn->", linear="a", specialize=_trace_of_piece)
+
+
+# ------------------------------------------------------------------------------------------------- blocks
+
+
+def _blocks(call: Call) -> Equation:
+    """A cut block leaves a term of the sum of blocks, each surrounded by zeros."""
+    inputs: list[Dims] = [tuple(f"{i}.{d}" for d in range(len(s.shape))) for i, s in enumerate(call.inputs)]
+    return Equation(
+        inputs=tuple(inputs),
+        outputs=((None, None),),
+        reduce="sum",
+        terms=tuple((i,) for i in range(len(inputs))),
+        lifts=True,
+    )
+
+
+def _blocks_of_pieces(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    if not any(matched.letters):
+        return None
+    (meta,) = metas
+    assert isinstance(meta, TensorMeta)
+    shapes, starts = [], []
+    for spec, layout in zip(call.inputs, matched.inputs, strict=True):
+        record, ndim = layout_record(layout), len(spec.shape)
+        shapes.append([1] * (2 - ndim) + list(spec.shape))
+        starts.append([0] * (2 - ndim) + [LocalStart(list(spec.shape), record, dim) for dim in range(ndim)])
+    args = [list(call.inputs), shapes, starts]
+    return other_op(call, matched, metas, "dtorch::block_diag_shard", args, {"dtype": meta.dtype})
+
+
+def _blocks_shape(call: Call) -> Metas | None:
+    """Torch's meta kernel takes 0-dim tensors for ones with dims when it chooses the dtype."""
+    shapes = [(1, 1, *spec.shape)[-2:] for spec in call.inputs]
+    if any(len(spec.shape) > 2 for spec in call.inputs):
+        return None
+    shape = (sum(rows for rows, _ in shapes), sum(columns for _, columns in shapes))
+    return (TensorMeta(shape, contiguous_stride(shape), result_type(call.inputs)),)
+
+
+register_shape(["aten::block_diag"], _blocks_shape)
+register(full_names("block_diag"), EquationRule(_blocks, specialize=_blocks_of_pieces))
+
+
+# ------------------------------------------------------------------------------------------------- factors
+
+
+def _unpacked(call: Call) -> str:
+    """Rows of a wide matrix are rows of both factors, columns of a tall one columns of both."""
+    rows, columns = call.inputs[0].shape[-2:]
+    lower, upper = ("...mk", "...mn") if rows <= columns else ("...mn", "...kn")
+    data, pivots = call.get("unpack_data"), call.get("unpack_pivots")
+    return f"...mn,...p->{'...ij' if pivots else '1'},{lower if data else '1'},{upper if data else '1'}"
+
+
+def _unpacked_whole(call: Call) -> str:
+    rows, columns = call.inputs[0].shape[-2:]
+    return "pm" if rows > columns else "pn"
+
+
+def _unpacked_of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    spec, layout = call.inputs[0], matched.inputs[0]
+    ndim = len(spec.shape)
+    if not _is_cut(layout, ndim - 2, ndim - 1):
+        return None
+    args = [call.get(p.name) for p in call.op.parameters]
+    starts = _starts(spec.shape, layout, ndim - 2, ndim - 1)
+    return other_op(call, matched, metas, "dtorch::lu_unpack_shard", [*args, *spec.shape[-2:], *starts])
+
+
+rule(
+    "lu_unpack",
+    _unpacked,
+    whole=_unpacked_whole,
+    unaffected=(0, 1, 2),
+    slices="*",
+    specialize=_unpacked_of_piece,
+)

@@ -55,11 +55,6 @@ def _columns(call: Call) -> str:
     return "...pc" if call.get("left") else "...cp"
 
 
-def _lu_unpack(call: Call) -> str:
-    data, pivots = call.get("unpack_data"), call.get("unpack_pivots")
-    return f"...mn,...p->{_if(pivots, '...mm')},{_if(data, '...mk')},{_if(data, '...kn')}"
-
-
 batched("_linalg_svd", _svd, unaffected=(0, 2))
 batched("linalg_qr", _qr, unaffected=(0,))
 batched("_linalg_eigh", _eigh, unaffected=(1,))
@@ -70,7 +65,6 @@ batched("cholesky cholesky_inverse linalg_matrix_exp", "...mm->...mm")
 batched("linalg_inv_ex", "...mm->...mm,...")
 batched("linalg_lu_factor_ex", "...mn->...mn,...p,...")
 batched("linalg_lu", lambda call: f"...mn->{_if(call.get('pivot'), '...mm')},...mk,...kn", unaffected=(0,))
-batched("lu_unpack", _lu_unpack, unaffected=(0, 1, 2))
 batched("linalg_ldl_factor_ex", "...mm->...mm,...m,...")
 batched("_linalg_det", "...mm->...,...mm,...m")
 batched("_linalg_slogdet", "...mm->...,...,...mm,...m")

@@ -74,3 +74,52 @@ def along_diagonal(operator: str, args: list[Any], at: int, row: int, column: in
 def trace_shard(piece: torch.Tensor, row: int, column: int) -> torch.Tensor:
     """The sum of the elements of the whole's diagonal in a piece [rows, columns] that starts at row and column."""
     return piece.diagonal(row - column).sum()
+
+
+@kernel("block_diag_shard")
+def block_diag_shard(
+    pieces: list[torch.Tensor], shapes: list[list[int]], starts: list[list[int]], *, dtype: torch.dtype
+) -> torch.Tensor:
+    """The whole block diagonal matrix with this device's pieces of the blocks, and zeros elsewhere.
+
+    Args:
+        shapes: [rows, columns] of each whole block.
+        starts: [row, column] in its block where each piece starts.
+    """
+    num_rows, num_columns = (sum(shape[dim] for shape in shapes) for dim in (0, 1))
+    result = torch.zeros(num_rows, num_columns, dtype=dtype, device=pieces[0].device)
+    row = column = 0
+    for piece, (rows, columns), (top, left) in zip(pieces, shapes, starts, strict=True):
+        block = result[row : row + rows, column : column + columns]
+        matrix = torch.atleast_2d(piece)
+        block[top : top + matrix.shape[0], left : left + matrix.shape[1]] = matrix
+        row, column = row + rows, column + columns
+    return result
+
+
+@kernel("lu_unpack_shard", num_returns=3)
+def lu_unpack_shard(
+    data: torch.Tensor,
+    pivots: torch.Tensor,
+    unpack_data: bool,
+    unpack_pivots: bool,
+    num_rows: int,
+    num_columns: int,
+    row: int,
+    column: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The whole permutation, and the rows (columns) of both factors that lie in a piece of their packed form.
+
+    Args:
+        data: [..., local rows, local columns]; rows are cut where the whole is wide, columns where it is tall.
+        num_rows, num_columns: of the whole, in which the piece starts at ``row`` and ``column``.
+    """
+    packed = data.new_empty((*data.shape[:-2], num_rows, num_columns))
+    permutation = torch.ops.aten.lu_unpack.default(packed, pivots, False, unpack_pivots)[0]
+    if not unpack_data:
+        return permutation, data.new_empty(0), data.new_empty(0)
+    shift = row - column
+    size = min(num_rows, num_columns)
+    lower = data[..., :size].tril(shift - 1)
+    lower.diagonal(shift, -2, -1).fill_(1)
+    return permutation, lower, data[..., :size, :].triu(shift)

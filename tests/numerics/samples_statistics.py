@@ -45,6 +45,25 @@ DIAGONALS = [
         for shape, offset in (((4, 4), 0), ((3, 5), 1), ((5, 3), -2))
     ),
 ]
+BLOCKS = [
+    call(aten.block_diag.default, [real(3, 4), real(5), real(2, 1)]),
+    call(aten.block_diag.default, [real(), real(4, 3).float()], name="block_diag of two dtypes"),
+    *(
+        call(
+            aten.lu_unpack.default,
+            real(2, rows, columns),
+            torch.arange(1, 1 + min(rows, columns), dtype=torch.int32)
+            .flip(0)
+            .clamp(min=2)
+            .expand(2, -1)
+            .clone(),
+            *asked,
+            name=f"lu_unpack {rows}x{columns} {asked}",
+        )
+        for rows, columns in ((3, 5), (5, 3), (4, 4))
+        for asked in ((), (True, False), (False, True))
+    ),
+]
 _edges = torch.tensor([-1.0, -0.25, 0.5, 2.0], dtype=torch.float64)
 HISTOGRAMS = [
     call(aten.histc.default, real(4, 5), 6, -1, 1),
@@ -111,4 +130,4 @@ REDUCTIONS = [
     call(aten.addr.default, real(4, 5), real(4), real(5)),
     call(aten.addr.default, real(5), real(4), real(5), beta=0.5, name="addr to rows"),
 ]
-STATISTICS = [*DIAGONALS, *HISTOGRAMS, *LOOK_UPS, *COMPLEX, *REDUCTIONS]
+STATISTICS = [*DIAGONALS, *BLOCKS, *HISTOGRAMS, *LOOK_UPS, *COMPLEX, *REDUCTIONS]

@@ -117,7 +117,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], str, str]] = [
     ),
     (
         "an op without a rule",
-        lambda: propagate(aten.block_diag.default, ([spec(4, 4, at=Shard(0))],), {}),
+        lambda: propagate(aten.cartesian_prod.default, ([spec(4, at=Shard(0))],), {}),
         "no placement rule",
         "redistribute(placements=[dtorch.Replicate()])",
     ),
