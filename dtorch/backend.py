@@ -91,6 +91,7 @@ def register() -> None:
         )
         autocast.register(ops)
         transforms.let_trace(Tensor)
+        transforms.leave_uncompiled(dispatch, dispatch_linked, _make)
         _use_foreach_optimizers()
         keep_ties()
 
@@ -103,6 +104,7 @@ def _maker(func: Any) -> Any:
     def make(*args: Any, **kwargs: Any) -> Any:
         return dispatch(Tensor, func, (), args, kwargs)
 
+    transforms.leave_uncompiled(make)
     return make
 
 
@@ -122,11 +124,15 @@ def _whole(func: Any) -> Any:
             if differentiable is not None:
                 return differentiable(*_positional(func, args, kwargs))
             return func._op_dk(_COMPOSITE, *args, **kwargs)
+        if transforms.is_watched():
+            with torch._C._AutoDispatchBelowAutograd():
+                return func(*args, **kwargs)
         try:
             return dispatch(Tensor, func, (), args, kwargs)
         except LinkedArgument:
             return dispatch_linked(Tensor, func, (), args, kwargs)
 
+    transforms.leave_uncompiled(call)
     return call
 
 

@@ -1,4 +1,4 @@
-"""What ``torch.func``, forward-mode derivatives and tracing with ``make_fx`` ask of a tensor.
+"""What ``torch.func``, forward-mode derivatives, dispatch modes, tracing and ``torch.compile`` ask of a tensor.
 
 Their wrappers are torch's own: an op reaches us when the outermost of them is done with it.
 """
@@ -6,9 +6,11 @@ Their wrappers are torch's own: an op reaches us when the outermost of them is d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 
@@ -21,6 +23,21 @@ aten = torch.ops.aten
 def is_active() -> bool:
     """Whether the arguments of an op may be wrappers of ``torch.func``, or have tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode (``FlopCounterMode``, ``make_fx``, one of the user's) wants to see every op."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def leave_uncompiled(*functions: Callable[..., Any]) -> None:
+    """Let ``torch.compile`` run these functions, and what they call, as they are.
+
+    It breaks its graph at an op on our tensors, and would go on to compile what carries the op out.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 def let_trace(cls: type[torch.Tensor]) -> None:

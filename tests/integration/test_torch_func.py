@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import autograd, func
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import dtorch
 from dtorch import DeviceMesh, PlacementError, Replicate, Shard
@@ -18,6 +22,7 @@ from dtorch import DeviceMesh, PlacementError, Replicate, Shard
 #: Of torch itself, when it loads what forward derivatives need and when it folds constants of a traced function.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
 ]
 
@@ -172,3 +177,61 @@ def test_gradients_are_checked(mesh: DeviceMesh, placement: Any) -> None:
     with dtorch.auto_redistribute(), dtorch.Graph.default_graph().device_mesh_guard(mesh):
         assert autograd.gradcheck(lambda x, w: (x @ w).sin() * 2, (x, w), check_forward_ad=True)
         assert autograd.gradgradcheck(lambda x: (x * x.exp()).sum(0), (x,))
+
+
+# ---- modes, traces and compilers ----
+
+
+def _layer(x: Any) -> Any:
+    return F.linear(x @ x.mT, x.mT).relu() * 2
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_every_op(mesh: DeviceMesh) -> None:
+    a = dtorch.from_torch(A, device_mesh=mesh, requires_grad=True)
+    with _Names() as names:
+        _layer(a.detach())
+    assert {"aten.matmul.default", "aten.linear.default", "aten.relu.default"} <= set(names.seen)
+    with FlopCounterMode(display=False) as counted:
+        _layer(a).sum().backward()
+    with FlopCounterMode(display=False) as expected:
+        _layer(A.clone().requires_grad_()).sum().backward()
+    assert counted.get_total_flops() == expected.get_total_flops() > 0
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda a: torch.compile(_layer, backend="eager")(a),
+        lambda a: make_fx(_layer)(a)(a * 1),
+        lambda a: torch.jit.trace(_layer, a, check_trace=False)(a),
+        lambda a: checkpoint(_layer, a, use_reentrant=False),
+        lambda a: checkpoint(_layer, a, use_reentrant=True),
+    ],
+    ids=["compile", "make_fx", "jit.trace", "checkpoint", "reentrant checkpoint"],
+)
+def test_transformed_functions(mesh: DeviceMesh, transformed: Callable[[Any], Any]) -> None:
+    a = dtorch.from_torch(A, device_mesh=mesh, requires_grad=True)
+    result = transformed(a)
+    torch.testing.assert_close(result.to_torch(), _layer(A))
+    result.pow(2).sum().backward()
+    leaf = A.clone().requires_grad_()
+    _layer(leaf).pow(2).sum().backward()
+    assert a.grad is not None
+    torch.testing.assert_close(a.grad.to_torch(), leaf.grad)
+
+
+def test_a_checkpoint_with_a_mask(mesh: DeviceMesh) -> None:
+    a = dtorch.from_torch(A, device_mesh=mesh, requires_grad=True)
+    checkpoint(lambda x: x[x > 0] ** 2, a, use_reentrant=False).sum().backward()
+    assert a.grad is not None
+    torch.testing.assert_close(a.grad.to_torch(), torch.where(A > 0, 2 * A, 0.0))
