@@ -58,7 +58,7 @@ def issue_converted(
     What it wrote to is the tensor given; views of a converted copy are linked to the tensor given.
     """
     if found.entry.func is aten.as_strided.default:
-        _refuse_part_of_storage(given[0])
+        refuse_part_of_memory(given[0], "as_strided")
     tensors = list(given)
     for index, layout in found.conversions:
         tensors[index] = converted(cls, tensors[index], layout, location)
@@ -145,11 +145,20 @@ def copy_into(cls: type[torch.Tensor], target: Any, source: Any, location: int) 
     issue(cls, entry, graph, (target, source), location)
 
 
-def _refuse_part_of_storage(tensor: Any) -> None:
-    """``as_strided`` counts in the memory of the base, and a converted copy has only the tensor."""
-    handle = tensor._handle
-    if handle.root is not handle or not is_dense(tensor._spec.shape, tensor._spec.stride):
+def refuse_part_of_memory(tensor: Any, name: str) -> None:
+    """A converted copy has the elements of a tensor, and not what else is in the memory of its base.
+
+    Raises:
+        PlacementError: the tensor is a part of its memory.
+    """
+    if not is_whole_memory(tensor):
         raise PlacementError(
-            "as_strided of a view of a tensor that is cut cannot be computed: a copy on other devices has not the same "
-            "memory around it; write as_strided on the base, or index it"
+            f"{name} of a view of a tensor that is cut cannot be computed: a copy on other devices has not the same "
+            f"memory around it. Allowed is a tensor that is no view; write {name} on the base, or index it"
         )
+
+
+def is_whole_memory(tensor: Any) -> bool:
+    """Whether a tensor is all that is in its memory."""
+    handle = tensor._handle
+    return handle.root is handle and is_dense(tensor._spec.shape, tensor._spec.stride)

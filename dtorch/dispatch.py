@@ -215,7 +215,7 @@ def _dispatch_slowly(
         entry = entry_of(cls, func, args, kwargs, tensors, key, graph, log is not None)
     except NeedsResize as needed:
         resize_outputs(tensors, needed.sizes, location)
-        return dispatch(cls, func, (), args, kwargs)
+        return func(*args, **kwargs)
     if log is not None and type(entry) is AutoEntry:
         return _issue_auto(cls, entry, log, func, args, kwargs, known_call, location)
     return issue(cls, entry, graph, tensors, location, seed_source(_generator_in(args, kwargs)))

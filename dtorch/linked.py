@@ -23,16 +23,17 @@ import torch
 
 from dtorch import auto
 from dtorch.auto import Moved
-from dtorch.auto_issue import converted, copy_into, one_by_one
+from dtorch.auto_issue import converted, copy_into, is_whole_memory, one_by_one, refuse_part_of_memory
 from dtorch.auto_plan import moved_bytes
 from dtorch.dispatch import SPECIAL, dispatch, is_composite
 from dtorch.graph import Handle
 from dtorch.issue import DEVICE
 from dtorch.location import capture
-from dtorch.metadata import VIEWS, refuse_followed
+from dtorch.resize import resized
 from dtorch.rules.call import Op, op_of
-from dtorch.spec import Spec
-from dtorch.tensors import Tensor
+from dtorch.rules.whole import replicated
+from dtorch.spec import Spec, intern_spec
+from dtorch.tensors import HANDLE, Tensor
 from dtorch_runtime.errors import PlacementError
 
 aten = torch.ops.aten
@@ -98,14 +99,15 @@ def link(spec: Spec, handle: Handle, mirror: Mirror, base: torch.Tensor) -> Link
         LinkedTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE
     )
     symbol._spec = spec
-    symbol._value = handle
     symbol._mirror = mirror
+    HANDLE.__set__(symbol, handle)
     return symbol  # type: ignore[no-any-return]  # made above
 
 
 def link_results(result: Any, base: Any, copy: Any, name: str) -> Any:
     """The views that an op made of ``copy``, a converted copy of ``base``, as views of ``base``."""
     mirror = Mirror(plain_symbol(base), copy, name)
+    mirror.outer = getattr(base, "_mirror", None)
     if isinstance(result, list | tuple):
         return type(result)(link(item._spec, item._handle, mirror, base) for item in result)
     return link(result._spec, result._handle, mirror, base)
@@ -127,9 +129,10 @@ def dispatch_linked(
     if is_composite(func) and func not in SPECIAL:
         return func.decompose(*args, **kwargs)
     op = op_of(func)
-    _refuse_storage_tricks(op)
-    if op.is_inplace_view and type(args[0]) is LinkedTensor:
-        return _become(func, args, kwargs)
+    if op.is_inplace_view or op.base in _OF_MEMORY:
+        return SPECIAL[func](Tensor, func, args, kwargs, capture(sys._getframe(1)))
+    if op.base == "aten::as_strided":
+        _refuse_part_of_mirror(args[0]._mirror)
     written = _written(op, args, kwargs)
     if op.writes_lists and len(args[0]) > 1 and _is_entangled(written, (args, kwargs)):
         for part in one_by_one(args, kwargs):
@@ -156,16 +159,6 @@ def _relinked(item: Any, source: LinkedTensor) -> Any:
         return link(item._spec, item._handle, source._mirror, source)
     item._mirror.outer = source._mirror
     return item
-
-
-def _become(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``squeeze_()`` and its like: the symbol comes to stand for another view."""
-    target = args[0]
-    refuse_followed(func, target)
-    view = dispatch_linked(Tensor, VIEWS[func], (), args, kwargs)
-    torch.Tensor.data.__set__(target, view)  # type: ignore[attr-defined]  # a C descriptor
-    target._spec, target._value, target._mirror = view._spec, view._value, view._mirror
-    return target
 
 
 def _mapped(result: Any, function: Any) -> Any:
@@ -248,59 +241,57 @@ def _root(tensor: Any) -> Handle:
     return mirror.base._handle.root  # type: ignore[no-any-return]  # of a Tensor
 
 
-_STORAGE_TRICKS = frozenset(
-    {
-        "aten::as_strided",
-        "aten::as_strided_",
-        "aten::set_",
-        "aten::resize_",
-        "aten::resize_as_",
-        "aten::is_set_to",
-    }
-)
+#: Calls that make a tensor stand for another value, or ask for what it stands; see ``dtorch.metadata``.
+_OF_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::is_set_to"})
 
 
-def _refuse_storage_tricks(op: Op) -> None:
-    if op.base in _STORAGE_TRICKS:
+def _refuse_part_of_mirror(mirror: Mirror) -> None:
+    """``as_strided`` counts in the memory of the base, which the copy has when it is whole everywhere."""
+    is_whole = (
+        mirror.outer is None and mirror.copy._spec.layout.is_replicated and is_whole_memory(mirror.base)
+    )
+    if not is_whole:
         raise PlacementError(
-            f"{op} cannot run on a view that auto_redistribute() made of a tensor on other devices: it has no memory "
-            f"in common with it; write x.clone() first, or index the tensor itself"
+            "as_strided cannot run on a view that auto_redistribute() made of a tensor on other devices: it has not "
+            "the same memory around it; write x.clone() first, or index the tensor itself"
         )
+
+
+def resized_copy(target: Any, shape: tuple[int, ...], stride: tuple[int, ...], location: int) -> LinkedTensor:
+    """``resize_`` of a tensor whose elements move between devices by it: of a whole copy, linked to the tensor.
+
+    Raises:
+        PlacementError: the tensor is a part of its memory.
+    """
+    refuse_part_of_memory(target, "resize_")
+    spec: Spec = target._spec
+    whole = replicated(spec.layout.mesh)
+    copy = converted(Tensor, target, whole, location)
+    result = resized(copy, intern_spec(shape, spec.dtype, whole, stride), location)
+    return link_results(result, target, copy, "aten::resize_")  # type: ignore[no-any-return]  # one view
 
 
 class LinkedTensor(Tensor):
     """A view whose base is elsewhere. Users see a ``Tensor``."""
 
-    __slots__ = ("_mirror", "_value")
+    __slots__ = ()
 
     __torch_dispatch__ = classmethod(dispatch_linked)
 
-    _mirror: Mirror
-    #: The view of the mirror's copy.
-    _value: Handle
-
     @property
-    def _handle(self) -> Handle:
+    def _handle(self) -> Handle:  # type: ignore[override]  # only ``HANDLE`` writes it
         self._mirror.refresh()
-        return self._value
+        return HANDLE.__get__(self)  # type: ignore[no-any-return]  # the view of the mirror's copy
 
-    @_handle.setter
-    def _handle(self, handle: Handle) -> None:
-        raise _no_other_value()
+    def _view_of_mine(self, view: Tensor) -> Tensor:
+        return link(view._spec, view._handle, self._mirror, self)
 
     @property
     def data(self) -> torch.Tensor:
         """As ``Tensor.data``: another symbol of the view, linked as well."""
         with torch.inference_mode(self.is_inference()):
-            return link(self._spec, self._value, self._mirror, self)
+            return link(self._spec, self._handle, self._mirror, self)
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        raise _no_other_value()
-
-
-def _no_other_value() -> PlacementError:
-    return PlacementError(
-        "x.data of a view that auto_redistribute() made cannot be assigned: its base is held by other devices; "
-        "write x = x.clone() first, or x.copy_(value) to write to the base"
-    )
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # a property

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dtorch.dispatch import dispatch, special
+from dtorch.dispatch import special
 from dtorch.graph import Handle
 from dtorch.resize import adopt, resize
 from dtorch_runtime.errors import MixedTensorError, UnsupportedError
@@ -18,8 +18,7 @@ from dtorch_runtime.errors import MixedTensorError, UnsupportedError
 aten = torch.ops.aten
 
 
-#: The view that a call makes of its tensor.
-VIEWS = {
+_VIEWS = {
     aten.t_.default: aten.t.default,
     aten.transpose_.default: aten.transpose.int,
     aten.unsqueeze_.default: aten.unsqueeze.default,
@@ -30,25 +29,17 @@ VIEWS = {
 }
 
 
-@special(*VIEWS)
+@special(*_VIEWS)
 def _view_in_place(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     target = args[0]
-    refuse_followed(func, target)
-    return adopt(target, dispatch(cls, VIEWS[func], (), args, kwargs))
-
-
-def refuse_followed(func: Any, target: torch.Tensor) -> None:
-    """Autograd follows a view by doing it again on the base, and knows of a change only where it may use strides.
-
-    Raises:
-        UnsupportedError: the tensor is such a view.
-    """
     if target._is_view() and target.requires_grad:
+        # Autograd follows a view by doing it again on the base, and knows of this change only where it may use strides.
         name = func._schema.name.removeprefix("aten::")
         raise UnsupportedError(
             f"{name}() would change the shape of a view that autograd follows, and its gradient would be lost. Allowed "
             f"is a tensor that is no view, or one that needs no gradient. Write x = x.{name.rstrip('_')}(...)"
         )
+    return adopt(target, _VIEWS[func](*args, **kwargs))
 
 
 @special(aten.resize_.default)
@@ -64,6 +55,8 @@ def _resize_as(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     memory_format = kwargs.get("memory_format")
     if memory_format is torch.preserve_format:
         resize(target, list(template.shape), None, location)
+        if target.stride() == template.stride():
+            return target
         return adopt(target, aten.as_strided.default(target, template.shape, template.stride()))
     return resize(target, list(template.shape), memory_format, location)
 
@@ -74,7 +67,7 @@ def _resize_as(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 @special(aten.set_.source_Tensor)
 def _set(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     target, source = args
-    if type(target) is not type(source):
+    if not isinstance(target, cls) or not isinstance(source, cls):
         raise MixedTensorError(
             f"x.set_(t) takes another dtorch tensor, got one on {source.device}; write x.set_(t.to('dtorch'))"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dtorch import auto
 from dtorch.graph import Graph
 from dtorch.issue import issue, make_entry
 from dtorch.op_plan import NewOutput, OpPlan, Window
@@ -21,20 +22,8 @@ from dtorch_runtime.wire.records import ListArg, Slot
 
 
 def adopt(target: Any, source: Any) -> Any:
-    """Let ``target`` stand for the value of ``source``, with its shape and strides; returns it.
-
-    Torch's own side of it, history, hooks and version, stays that of ``target``.
-
-    Raises:
-        PlacementError: ``source`` is a view that ``auto_redistribute`` made, whose memory is on other devices.
-    """
-    if type(source) is not type(target):
-        raise PlacementError(
-            f"the tensor cannot come to stand for a view that auto_redistribute() made on other devices "
-            f"({source._spec}); write x = x.redistribute(...) before, or use a clone() of the view"
-        )
-    torch.Tensor.data.__set__(target, source)  # type: ignore[attr-defined]  # a C descriptor
-    target._spec, target._handle = source._spec, source._handle
+    """Let ``target`` stand for the value of ``source``, with its shape and strides; returns it."""
+    target._become(source)
     return target
 
 
@@ -56,15 +45,21 @@ def resize(target: Any, size: list[int], memory_format: torch.memory_format | No
     is_empty = math.prod(spec.shape) == 0
     fits = all(not isinstance(p, Shard) or p.dim < len(shape) for p in spec.layout.placements)
     if not spec.layout.is_replicated and not (is_empty and fits):
+        if auto.current() is not None:
+            from dtorch.linked import resized_copy  # a subclass of the tensor, which can be resized
+
+            return adopt(target, resized_copy(target, shape, stride, location))
         whole = [Replicate()] * len(spec.layout.placements)
         raise PlacementError(
             f"resize_() to {size} would move elements between devices: the tensor is {spec}. Allowed: Replicate() on "
             f"every axis, or a tensor without elements. Write x = {redistribute('x', whole)}, then x.resize_(...)"
         )
-    return adopt(target, _resized(target, intern_spec(shape, spec.dtype, spec.layout, stride), location))
+    result = resized(target, intern_spec(shape, spec.dtype, spec.layout, stride), location)
+    return adopt(target, target._view_of_mine(result))
 
 
-def _resized(target: Any, spec: Spec, location: int) -> Any:
+def resized(target: Any, spec: Spec, location: int) -> Any:
+    """A view of the memory of ``target``, of more memory where it is too small."""
     graph: Graph = target._handle.graph
     key = ("resized", target._spec, spec)
     entry = graph.entries.get(key)
@@ -77,7 +72,7 @@ def _resized(target: Any, spec: Spec, location: int) -> Any:
             outputs=(NewOutput(spec, Window(0, 0)),),
         )
         entry = graph.entries[key] = make_entry(graph.session, plan, "resize_", 1)
-    return issue(type(target), entry, graph, (target,), location)
+    return issue(target._symbol_class, entry, graph, (target,), location)
 
 
 def resize_outputs(

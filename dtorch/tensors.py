@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -26,10 +26,14 @@ class Tensor(torch.Tensor):
     Made by ``dtorch.rand`` and its like, by ``dtorch.from_torch``, by ``t.to("dtorch")``, and by operators.
     """
 
-    __slots__ = ("_handle", "_spec")
+    #: ``_mirror`` is that of a linked view (``dtorch.linked``); a tensor may become one, so all have room for it.
+    __slots__ = ("_handle", "_mirror", "_spec")
 
     _spec: Spec
     _handle: Handle
+    _mirror: Any
+    #: What results of ops are, whatever their inputs: set below.
+    _symbol_class: ClassVar[type[Tensor]]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch says to
     __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]  # torch declares an instance method
@@ -217,11 +221,26 @@ class Tensor(torch.Tensor):
             return torch.nn.Parameter(local, self.requires_grad).__reduce_ex__(protocol)
         return local.__reduce_ex__(protocol)
 
+    def _become(self, source: Tensor) -> None:
+        """Stand for the value of another tensor, with its shape and strides, linked when it is.
+
+        Torch's own side of it, history, hooks and version, stays as it is.
+        """
+        torch.Tensor.data.__set__(self, source)  # type: ignore[attr-defined]  # a C descriptor
+        self.__class__ = type(source)
+        self._spec = source._spec
+        HANDLE.__set__(self, HANDLE.__get__(source))
+        self._mirror = getattr(source, "_mirror", None)
+
+    def _view_of_mine(self, view: Tensor) -> Tensor:
+        """A view of this tensor's value, made below dispatch, as what it is to users."""
+        return view
+
     @property
     def data(self) -> torch.Tensor:
         """The same value without its history, with a version of its own. Assigned to, this tensor becomes another."""
         with torch.inference_mode(self.is_inference()):
-            return make_symbol(type(self), self._spec, self._handle)  # type: ignore[no-any-return]  # of a Tensor
+            return make_symbol(self._symbol_class, self._spec, self._handle)  # type: ignore[no-any-return]  # of a Tensor
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
@@ -230,3 +249,8 @@ class Tensor(torch.Tensor):
                 f"x.data takes another dtorch tensor, got one on {other.device}; write x.data = t.to('dtorch')"
             )
         adopt(self, other)
+
+
+Tensor._symbol_class = Tensor
+#: Where a tensor keeps its handle; a linked view looks whether it is up to date before it gives it.
+HANDLE: Any = Tensor.__dict__["_handle"]
