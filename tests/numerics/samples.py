@@ -62,6 +62,7 @@ MATMUL = [
     call(aten.matmul.default, real(4, 5), real(5)),
 ]
 POINTWISE = [
+    call(aten.add.Tensor, mask(4, 5), mask(5)),
     call(aten.add.Tensor, real(4, 5), real(5)),
     call(aten.add.Tensor, real(4, 1, 5), real(3, 5), alpha=2),
     call(aten.add.Tensor, real(4, 5), 1.5, name="add of a number"),
@@ -171,6 +172,9 @@ REDUCE = [
     call(aten.max.default, real(4, 5)),
     call(aten.any.default, mask(4, 5)),
     call(aten.all.dim, mask(4, 5), 1),
+    call(aten.all.dim, whole_numbers(3, 4, 5) - 1, 1),
+    call(aten.any.default, whole_numbers(3, 4, 5) - 1),
+    call(aten.sum.dim_IntList, mask(4, 5), [1]),
     call(aten.max.dim, real(4, 5), 1),
     call(aten.argmax.default, real(4, 5), -1),
     call(aten.argmax.default, real(4, 5)),

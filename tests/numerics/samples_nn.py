@@ -405,4 +405,33 @@ FORMS = [
     ),
     *_bags(),
 ]
-NN_SAMPLES = [*ACTIVATIONS, *CONVOLUTIONS, *POOLING, *IMAGES, *NORMS, *FORMS]
+
+
+def _layers() -> list[Sample]:
+    """A layer of an encoder and an attention as torch runs them in evaluation: [rows, places, features]."""
+    x, features = real(4, 3, 4), 4
+    attention = (real(12, 4), real(12), real(4, 4), real(4))
+    rest = (real(4), real(4), real(4), real(4), real(5, 4), real(5), real(4, 5), real(4))
+    padding = torch.zeros(4, 3, dtype=torch.bool)
+    padding[1, 2] = True
+    options = (features, 2)
+    encoder = (x, *options, *attention, False, False, 1e-5, *rest)
+    return [
+        call(aten._transformer_encoder_layer_fwd.default, *encoder),
+        call(
+            aten._transformer_encoder_layer_fwd.default,
+            *encoder,
+            padding,
+            1,
+            name="encoder layer with padding",
+        ),
+        call(aten._native_multi_head_attention.default, x, x, x, *options, *attention),
+        call(
+            aten._native_multi_head_attention.default,
+            *(x, x, x, *options, *attention, padding, True, False, 1),
+            name="multi-head attention with padding",
+        ),
+    ]
+
+
+NN_SAMPLES = [*ACTIVATIONS, *CONVOLUTIONS, *POOLING, *IMAGES, *NORMS, *FORMS, *_layers()]

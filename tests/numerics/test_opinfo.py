@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import datetime
 import math
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import dtorch
-from tests.numerics.opinfo.check import Checker
-from tests.numerics.opinfo.driver import Check
-from tests.numerics.opinfo.entries import Run, choices, combinations, entries, samples
+from dtorch.issue import make_symbol
+from dtorch.spec import intern_spec
+from dtorch_runtime.ir.layout import Layout
+from tests.numerics.opinfo.check import Checker, Outcome, reference_of
+from tests.numerics.opinfo.driver import Check, run_entries
+from tests.numerics.opinfo.entries import Run, Sample, choices, combinations, entries, samples
 from tests.numerics.opinfo.known import MAX_KNOWN, load_known
 from tests.numerics.opinfo.op_stream import OpStream
 from tests.numerics.opinfo.report import failure
@@ -82,3 +88,125 @@ def test_even_runs_shard_what_the_mesh_divides_only() -> None:
     assert (dtorch.Shard(0), dtorch.Shard(0)) in choices(tensor, grid)
     assert len(choices(tensor, Run(is_uneven=True))) == 4
     assert choices(torch.zeros(4, dtype=torch.bool), pair) == [(dtorch.Replicate(),)]
+
+
+# ---- the measurement itself ----
+
+
+class Entry:
+    """What ``Checker`` needs of an entry."""
+
+    name = "made_up"
+
+    def __init__(self, op: Callable[[torch.Tensor], Any]) -> None:
+        self.op = op
+
+
+def outcome_of(
+    cluster: dtorch.Cluster, op: Callable[[torch.Tensor], Any], placement: dtorch.Placement
+) -> Outcome:
+    tensor = torch.arange(8.0).view(2, 4).requires_grad_()
+    sample = Sample([tensor, 2], pytree.tree_flatten(([0, 1], {}))[1])
+    entry = Entry(lambda x, number: op(x))
+    checker = Checker(OpStream(cluster.session), dtorch.DeviceMesh("cpu", [0, 1]), scope_of(Run()))
+    pair = reference_of(entry, sample, with_grad=True)
+    assert pair is not None
+    return checker.check(entry, *pair, [(placement,)])
+
+
+def only_distributed(change: Callable[[Any], Any]) -> Callable[[torch.Tensor], Any]:
+    return lambda x: change(x) if isinstance(x, dtorch.Tensor) else x * x
+
+
+def second_half_of_each_device(x: Any) -> Any:
+    """A tensor said to be replicated, of which the two devices hold different rows."""
+    rows = x.redistribute(placements=[dtorch.Shard(0)])
+    spec = intern_spec((1, 4), x.dtype, Layout(x.device_mesh, (dtorch.Replicate(),)))
+    return make_symbol(dtorch.Tensor, spec, rows._handle)
+
+
+@pytest.mark.parametrize(
+    ("op", "category", "grad_category"),
+    [
+        (lambda x: x * x, "equal", "equal"),
+        (only_distributed(lambda x: x * x + 1), "value", None),
+        (only_distributed(lambda x: x * x * (1 + 1e-5)), "rounding", None),
+        (only_distributed(lambda x: (x * x)[:1]), "shape", None),
+        (only_distributed(lambda x: (x * x).double()), "dtype", None),
+        (only_distributed(lambda x: x.detach() * x.detach()), "requires_grad", None),
+        (only_distributed(lambda x: [x * x, x]), "structure", None),
+        (only_distributed(lambda x: x * x.detach()), "equal", "value"),
+        (only_distributed(lambda x: 1 / 0), "ZeroDivisionError", None),
+    ],
+)
+def test_a_difference_is_found(
+    cluster: dtorch.Cluster, op: Callable[..., Any], category: str, grad_category: str | None
+) -> None:
+    for placement in (dtorch.Replicate(), dtorch.Shard(1)):
+        outcome = outcome_of(cluster, op, placement)
+        assert (outcome.category, outcome.grad_category) == (category, grad_category), outcome
+
+
+def test_every_replica_is_compared(cluster: dtorch.Cluster) -> None:
+    def half(x: Any) -> Any:
+        return second_half_of_each_device(x) if isinstance(x, dtorch.Tensor) else x.detach()[:1]
+
+    assert outcome_of(cluster, half, dtorch.Replicate()).category == "value"
+
+
+def test_a_refusal_is_legal_in_strict_mode_unless_all_is_replicated(cluster: dtorch.Cluster) -> None:
+    def refuse(x: Any) -> Any:
+        raise dtorch.PlacementError("no signature")
+
+    sharded, whole = (
+        Check(0, "", True, outcome_of(cluster, only_distributed(refuse), placement))
+        for placement in (dtorch.Shard(0), dtorch.Replicate())
+    )
+    assert failure(sharded, "strict") is None
+    assert failure(sharded, "auto") == "PlacementError"
+    assert failure(whole, "strict") == "PlacementError on replicated"
+
+
+def test_communication_is_seen_and_local_slices_are_not(cluster: dtorch.Cluster) -> None:
+    def gathered(x: Any) -> Any:
+        return (
+            x * x
+            if not isinstance(x, dtorch.Tensor)
+            else (x * x).redistribute(placements=[dtorch.Replicate()])
+        )
+
+    assert outcome_of(cluster, gathered, dtorch.Shard(0)).has_communicated
+    assert not outcome_of(cluster, gathered, dtorch.Replicate()).has_communicated
+    cut = only_distributed(lambda x: (x * x).redistribute(placements=[dtorch.Shard(0)]))
+    assert not outcome_of(cluster, cut, dtorch.Replicate()).has_communicated
+
+
+CHILD = """
+import json, os, signal, sys
+print("[]", flush=True)
+for line in sys.stdin:
+    name = line.strip()
+    print(json.dumps([name, 0, "R", False, "equal", "", None, "", False]), flush=True)
+    if name == "crashes":
+        os.abort()
+    if name == "hangs":
+        signal.pause()
+    print(json.dumps([name]), flush=True)
+"""
+
+
+def test_a_child_that_crashes_or_hangs_is_recorded_and_the_run_goes_on() -> None:
+    names = ["first", "crashes", "second", "hangs", "third"]
+    done: list[str] = []
+    results = run_entries(
+        [sys.executable, "-S", "-c", CHILD], names, 2, lambda result: done.append(result.entry), silence_s=1.0
+    )
+    assert sorted(done) == sorted(names)
+    found = {name: [check.outcome.category for check in result.checks] for name, result in results.items()}
+    assert found == {
+        "first": ["equal"],
+        "crashes": ["equal", "crash"],
+        "second": ["equal"],
+        "hangs": ["equal", "hang"],
+        "third": ["equal"],
+    }

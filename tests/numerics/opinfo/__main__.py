@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.numerics.opinfo import worker
-from tests.numerics.opinfo.driver import Result, run_entries
+from tests.numerics.opinfo.driver import Result, child_command, run_entries
 from tests.numerics.opinfo.entries import Run, entries
 from tests.numerics.opinfo.known import load_known
 from tests.numerics.opinfo.report import describe, row_of, table, to_json
@@ -69,7 +69,7 @@ def _measure(run: Run, names: Sequence[str], num_jobs: int) -> dict[str, Result]
             bar.set_postfix_str(result.entry, refresh=False)
             bar.update()
 
-        return run_entries(run, names, num_jobs, done)
+        return run_entries(child_command(run), names, num_jobs, done)
 
 
 def main(arguments: list[str]) -> int:

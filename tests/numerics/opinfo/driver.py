@@ -46,16 +46,34 @@ class Result:
     checks: list[Check] = field(default_factory=list)
 
 
+def child_command(run: Run) -> list[str]:
+    """What starts a child process."""
+    options = json.dumps(dataclasses.asdict(run))
+    return [sys.executable, "-m", "tests.numerics.opinfo", "--child", options]
+
+
 def run_entries(
-    run: Run, names: Sequence[str], num_jobs: int, done: Callable[[Result], object] = lambda result: None
+    command: Sequence[str],
+    names: Sequence[str],
+    num_jobs: int,
+    done: Callable[[Result], object] = lambda result: None,
+    silence_s: float = _SILENCE_S,
 ) -> dict[str, Result]:
-    """Check entries, ``num_jobs`` at a time. ``done`` is called after each, on the thread of its job."""
+    """Check entries, ``num_jobs`` at a time.
+
+    Args:
+        command: as ``child_command`` gives it.
+        done: called after each entry, on the thread of its job.
+        silence_s: a child that says nothing for so long is ended, and its entry has a hang.
+    """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
         waiting.put(name)
     results = {name: Result(name) for name in names}
     marker = uuid.uuid4().hex
-    jobs = [_Job(run, waiting, results, done, marker) for _ in range(min(num_jobs, len(names)))]
+    jobs = [
+        _Job(command, waiting, results, done, silence_s, marker) for _ in range(min(num_jobs, len(names)))
+    ]
     try:
         for job in jobs:
             job.start()
@@ -76,20 +94,16 @@ class _Job(threading.Thread):
 
     def __init__(
         self,
-        run: Run,
+        command: Sequence[str],
         waiting: queue.SimpleQueue[str],
         results: dict[str, Result],
         done: Callable[[Result], object],
+        silence_s: float,
         marker: str,
     ) -> None:
         super().__init__(name="opinfo-job", daemon=True)
-        self._run, self._waiting, self._results, self._done, self._marker = (
-            run,
-            waiting,
-            results,
-            done,
-            marker,
-        )
+        self._command, self._waiting, self._results, self._done = command, waiting, results, done
+        self._silence_s, self._marker = silence_s, marker
         self._child: _Child | None = None
         self._is_stopped = False
         self.error: BaseException | None = None
@@ -118,11 +132,11 @@ class _Job(threading.Thread):
 
     def _check(self, result: Result) -> None:
         if self._child is None:
-            self._child = _Child(self._run, self._marker)
+            self._child = _Child(self._command, self._marker)
             self._child.read_line(_START_S)
         self._child.ask(result.entry)
         while True:
-            line = self._child.read_line(_SILENCE_S)
+            line = self._child.read_line(self._silence_s)
             if not line:
                 how = self._child.kill()
                 self._child = None
@@ -137,12 +151,12 @@ class _Job(threading.Thread):
 
 
 class _Child:
-    """A process that runs ``worker.start``."""
+    """A process that runs ``worker.start``: it says when it is ready, then answers."""
 
-    def __init__(self, run: Run, marker: str) -> None:
+    def __init__(self, command: Sequence[str], marker: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed when the process has ended
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.numerics.opinfo", "--child", json.dumps(dataclasses.asdict(run))],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -126,13 +126,10 @@ class Draft:
         """
 
         def fits(value: torch.Tensor) -> bool:
-            is_expanded = any(
-                step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
-            )
             return (
                 value.dtype in dtypes
                 and least <= value.ndim <= most
-                and not is_expanded
+                and not _is_expanded(value)
                 and (with_grad or not value.requires_grad)
             )
 
@@ -168,10 +165,16 @@ class Draft:
 
         return self._pick(fits)
 
-    def twin(self, x: str) -> str:
+    def twin(self, x: str, to_write: bool = False) -> str:
         """A variable of the same shape and dtype, maybe the same."""
         other = self._value(x)
-        return self._pick(lambda value: value.shape == other.shape and value.dtype is other.dtype)
+        return self._pick(
+            lambda value: (
+                value.shape == other.shape
+                and value.dtype is other.dtype
+                and not (to_write and (_is_expanded(value) or value.requires_grad))
+            )
+        )
 
     def same_dtype(self, x: str, ndim: int) -> str:
         """A variable of the same dtype."""
@@ -324,3 +327,7 @@ class Draft:
     def placements(self, x: str) -> str:
         """Placements for a variable."""
         return repr(self._placements_for(self._value(x)))
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    return any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True))

@@ -212,7 +212,7 @@ WRITES: dict[str, Line] = {
     "transpose_": lambda d: f"{d.target(2, with_grad=False)}.transpose_(0, 1)",
     "unsqueeze_": lambda d: f"{d.target(0, 3, with_grad=False)}.unsqueeze_(0)",
     "foreach": lambda d: (
-        f"torch._foreach_add_([{(x := d.target(with_grad=False))}, {d.twin(x)}], {d.small()})"
+        f"torch._foreach_add_([{(x := d.target(with_grad=False))}, {d.twin(x, to_write=True)}], {d.small()})"
     ),
     "cumsum_": lambda d: f"{(x := d.target(1))}.cumsum_({d.dim(x)})",
 }
