@@ -274,5 +274,14 @@ def test_bad_parameters_are_refused() -> None:
         torch.bernoulli(x * 2).cpu()
     with pytest.raises(dtorch.RemoteOpError, match="finite and not negative"):
         torch.multinomial(-x, 2).cpu()
-    with pytest.raises(dtorch.UnsupportedError, match="would resize"):
-        torch.rand(9, out=x)
+
+
+def test_outputs_are_resized_as_torch_does() -> None:
+    out = torch.empty(0, device="dtorch")
+    torch.manual_seed(1)
+    assert torch.rand(9, out=out) is out
+    torch.manual_seed(1)
+    assert torch.equal(out.cpu(), torch.rand(9, device="dtorch").cpu())
+    with pytest.warns(UserWarning, match="was resized"):
+        torch.normal(0.0, torch.ones(2, device="dtorch"), out=out)
+    assert out.shape == (2,)
