@@ -92,6 +92,11 @@ def _no_number(call: Call) -> bool:
     )
 
 
+def _adds_terms(call: Call) -> bool:
+    """Not of bools: a term may be true on one device only, or ops that count would count it more than once."""
+    return _no_number(call) and any(spec.dtype is not torch.bool for spec in call.inputs)
+
+
 def _true_division(call: Call) -> bool:
     return not call.has("rounding_mode") or call.get("rounding_mode") is None
 
@@ -101,7 +106,7 @@ def _fills_with_zero(call: Call) -> bool:
 
 
 # Linear
-pointwise("add sub rsub", linear="a+b", linear_if=_no_number)
+pointwise("add sub rsub", linear="a+b", linear_if=_adds_terms)
 pointwise("mul", linear="a*b")
 pointwise("div", linear="a", linear_if=_true_division, result="floating")
 pointwise("neg", linear="a")

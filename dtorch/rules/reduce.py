@@ -82,14 +82,24 @@ def _dims_in_range(call: Call) -> bool:
     return None not in found and len(set(found)) == len(found)
 
 
+def _of_bools(call: Call) -> bool:
+    """Whether it is the greatest (least) of terms that are themselves true or false."""
+    return call.inputs[0].dtype is torch.bool
+
+
+def _is_linear_sum(call: Call) -> bool:
+    """``nansum`` is not linear; and a sum of bools counts them, where their terms are added by "or"."""
+    return call.op.base == "aten::sum" and not _of_bools(call)
+
+
 # Each kind of reduction leaves partial terms of its kind, and keeps those it is given.
-rule("sum nansum", _reduction, linear="a", reduce="sum", linear_if=lambda call: call.op.base == "aten::sum")
+rule("sum nansum", _reduction, linear="a", reduce="sum", linear_if=_is_linear_sum)
 rule("count_nonzero", _reduction, reduce="sum")
 rule("prod", _reduction, linear="a", kinds=("prod",), reduce="prod")
 rule("amax max.default", _reduction, linear="a", kinds=("max",), reduce="max")
 rule("amin min.default", _reduction, linear="a", kinds=("min",), reduce="min")
-rule("any", _reduction, linear="a", kinds=("max",), reduce="max")
-rule("all", _reduction, linear="a", kinds=("min",), reduce="min")
+rule("any", _reduction, linear="a", linear_if=_of_bools, kinds=("max",), reduce="max")
+rule("all", _reduction, linear="a", linear_if=_of_bools, kinds=("min",), reduce="min")
 
 # These need what they reduce whole.
 rule("max.dim min.dim median.dim nanmedian.dim mode kthvalue", _reduction_pair, whole=_reduced_letters)
