@@ -21,12 +21,13 @@ from tests.numerics.more_samples import MORE
 from tests.numerics.samples import ALL
 from tests.numerics.samples_linalg import LINALG
 from tests.numerics.samples_losses import LOSSES
+from tests.numerics.samples_masks import MASKS
 from tests.numerics.samples_nn import NN_SAMPLES
 from tests.numerics.samples_scatter import SCATTER_AND_SPECIAL
 from tests.numerics.samples_statistics import STATISTICS
 from tests.support.rule_checks import Sample, check, check_all, choices, claimed, expected, tensors_of
 
-EVERY = [*ALL, *MORE, *LINALG, *SCATTER_AND_SPECIAL, *NN_SAMPLES, *LOSSES, *STATISTICS]
+EVERY = [*ALL, *MORE, *LINALG, *SCATTER_AND_SPECIAL, *NN_SAMPLES, *LOSSES, *STATISTICS, *MASKS]
 #: Rules whose results no call of plain torch gives: their tests are in test_random.py.
 TESTED_ELSEWHERE = (RandomRule, RandomLikeRule, LikeRule, StridedRule)
 
