@@ -5,6 +5,7 @@ from __future__ import annotations
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import rule
 from dtorch.shapes import Metas, TensorMeta, broadcast, elementwise_stride
+from dtorch.spec import contiguous_stride
 
 
 def _of_parts(call: Call) -> Metas | None:
@@ -18,8 +19,10 @@ def _of_parts(call: Call) -> Metas | None:
 
 def _angle(call: Call) -> Metas | None:
     spec = call.inputs[0]
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        return (TensorMeta(spec.shape, elementwise_stride(spec.shape, (spec,)), spec.dtype.to_real()),)
+    if spec.dtype.is_complex:
+        return (TensorMeta(spec.shape, contiguous_stride(spec.shape), spec.dtype.to_real()),)
+    if spec.dtype.is_floating_point:
+        return (TensorMeta(spec.shape, elementwise_stride(spec.shape, (spec,)), spec.dtype),)
     return None
 
 

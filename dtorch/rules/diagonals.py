@@ -114,7 +114,33 @@ def _local_input_sizes(call: Call, matched: Matched, metas: Metas) -> dict[str, 
     return {"input_sizes": local_shape(meta.shape, matched.outputs[0])}
 
 
-rule("diagonal diagonal_copy", _take, moves="a", whole=_whole, specialize=_of_piece)
+def _diagonal_shape(call: Call) -> Metas | None:
+    """A view whose steps go along rows and columns at once; a copy lies as it is read."""
+    spec = call.inputs[0]
+    ndim, dims = len(spec.shape), (call.get("dim1"), call.get("dim2"))
+    if any(not -ndim <= dim < ndim for dim in dims) or dims[0] % ndim == dims[1] % ndim:
+        return None
+    _, rows, columns, offset = _plane(call)
+    size = max(min(spec.shape[rows] + min(offset, 0), spec.shape[columns] - max(offset, 0)), 0)
+    kept = [dim for dim in range(ndim) if dim not in (rows, columns)]
+    shape = (*(spec.shape[dim] for dim in kept), size)
+    if call.op.base == "aten::diagonal_copy":
+        return (TensorMeta(shape, contiguous_stride(shape), spec.dtype),)
+    stride = (*(spec.stride[dim] for dim in kept), spec.stride[rows] + spec.stride[columns])
+    start = max(offset, 0) * spec.stride[columns] + max(-offset, 0) * spec.stride[rows] if size else 0
+    return (TensorMeta(shape, stride, spec.dtype, start),)
+
+
+def _embedded_shape(call: Call) -> Metas | None:
+    ndim = len(call.get("input_sizes")) if call.has("input_sizes") else len(call.inputs[0].shape) + 1
+    dims = (call.get("dim1"), call.get("dim2"))
+    if ndim < 2 or any(not -ndim <= dim < ndim for dim in dims) or dims[0] % ndim == dims[1] % ndim:
+        return None
+    shape = _plane(call)[0]
+    return (TensorMeta(shape, contiguous_stride(shape), call.inputs[0].dtype),)
+
+
+rule("diagonal diagonal_copy", _take, moves="a", whole=_whole, specialize=_of_piece, shape=_diagonal_shape)
 rule("diagonal_scatter", _replace, moves="a+b", lifts=True, whole=_whole, specialize=_of_piece)
 rule(
     "diagonal_backward",
@@ -123,8 +149,9 @@ rule(
     whole=_whole,
     specialize=_of_piece,
     localize=_local_input_sizes,
+    shape=_embedded_shape,
 )
-rule("diag_embed", _give, linear="a", whole=_whole, specialize=_of_piece)
+rule("diag_embed", _give, linear="a", whole=_whole, specialize=_of_piece, shape=_embedded_shape)
 
 
 # ------------------------------------------------------------------------------------------------- triangles, trace
@@ -147,7 +174,14 @@ def _trace_of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None
     return other_op(call, matched, metas, "dtorch::trace_shard", [spec, *_starts(spec.shape, layout, 0, 1)])
 
 
-rule("tril triu", "...mn->...mn", linear="a", specialize=_triangle_of_piece)
+def _triangle_shape(call: Call) -> Metas | None:
+    spec = call.inputs[0]
+    if len(spec.shape) < 2:
+        return None
+    return (TensorMeta(spec.shape, contiguous_stride(spec.shape), spec.dtype),)
+
+
+rule("tril triu", "...mn->...mn", linear="a", specialize=_triangle_of_piece, shape=_triangle_shape)
 rule("trace", "mn->", linear="a", specialize=_trace_of_piece)
 
 

@@ -11,7 +11,7 @@ import torch
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import Kinds, parse, rule
 from dtorch.rules.view import LETTERS
-from dtorch.shapes import Metas, TensorMeta, broadcast, register_shape
+from dtorch.shapes import Metas, TensorMeta, broadcast, is_contiguous, register_shape
 from dtorch.spec import contiguous_stride
 
 
@@ -177,7 +177,7 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
 def _pairs_shape(call: Call) -> Metas | None:
     """One distance for each pair of rows."""
     spec = call.inputs[0]
-    if len(spec.shape) != 2:
+    if len(spec.shape) != 2 or not is_contiguous(spec.shape, spec.stride):
         return None
     rows = spec.shape[0]
     return (_meta((rows * (rows - 1) // 2,), spec.dtype),)

@@ -62,16 +62,21 @@ def reduction_shape(call: Call) -> Metas | None:
         if dtype is torch.uint8:
             return None
         dtype = torch.bool
-    elif call.op.base in ("aten::argmax", "aten::argmin"):
+    elif call.op.base in ("aten::argmax", "aten::argmin", "aten::count_nonzero"):
         dtype = torch.int64
-    elif not dtype.is_floating_point and call.op.base == "aten::mean":
+    elif not dtype.is_floating_point and call.op.base in _FLOATING:
         return None
     if math.prod(spec.shape) == 0 and call.op.base not in ("aten::sum", "aten::any", "aten::all"):
         return None
     metas = [TensorMeta(shape, contiguous_stride(shape), dtype)]
     if len(call.op.returns) == 2:
-        metas.append(TensorMeta(shape, contiguous_stride(shape), torch.int64))
+        second = dtype if call.op.base in _FLOATING else torch.int64
+        metas.append(TensorMeta(shape, contiguous_stride(shape), second))
     return tuple(metas)
+
+
+#: Of floating point numbers; of others the result has another dtype, or does not exist.
+_FLOATING = frozenset(full_names("mean std var std_mean var_mean logsumexp linalg_vector_norm"))
 
 
 def _dims_in_range(call: Call) -> bool:
@@ -107,7 +112,10 @@ rule("argmax argmin logsumexp median nanmedian std var hash_tensor", _reduction,
 rule("std_mean var_mean", _reduction_pair, whole=_reduced_letters)
 rule("aminmax", _reduction_pair, reduce=("min", "max"))
 register_shape(
-    full_names("sum prod amax amin max.default min.default any all max.dim min.dim argmax argmin mean"),
+    full_names(
+        "sum prod amax amin max.default min.default any all max.dim min.dim argmax argmin mean logsumexp "
+        "std.correction var.correction std_mean.correction var_mean.correction linalg_vector_norm count_nonzero"
+    ),
     reduction_shape,
 )
 
@@ -212,7 +220,8 @@ def _scan_shape(call: Call) -> Metas | None:
 
 
 rule("cumsum", _same, linear="a", whole=_along, shape=_scan_shape)
-rule("cumprod logcumsumexp", _same, whole=_along)
+rule("cumprod", _same, whole=_along, shape=_scan_shape)
+rule("logcumsumexp", _same, whole=_along)
 rule("cummax cummin", _same_pair, whole=_along)
 rule("_softmax _log_softmax _safe_softmax", _same, whole=_along, shape=_contiguous_same)
 rule("sort topk", _same_pair, whole=_along)
@@ -223,10 +232,21 @@ def _softmax_backward(call: Call) -> str:
     return f"{names},{names}->{names}"
 
 
+def _softmax_backward_shape(call: Call) -> Metas | None:
+    grad, output = call.inputs[0], call.inputs[1]
+    if call.get("input_dtype") is not grad.dtype or (grad.shape, grad.stride) != (
+        output.shape,
+        output.stride,
+    ):
+        return None
+    return _contiguous_same(call)
+
+
 rule(
     "_softmax_backward_data _log_softmax_backward_data",
     _softmax_backward,
     linear="a",
     whole=_along,
     slices="a",
+    shape=_softmax_backward_shape,
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import Kinds, rule
 from dtorch.rules.view import LETTERS, dim_of, letters
+from dtorch.shapes import Metas, TensorMeta, wrap
+from dtorch.spec import contiguous_stride
 
 # ------------------------------------------------------------------------------------------------- look-ups
 
@@ -48,4 +50,11 @@ def _other_dims(call: Call) -> str:
     return names.replace(names[dim_of(call)], "")
 
 
-rule("renorm", _same, whole=_other_dims)
+def _renorm_shape(call: Call) -> Metas | None:
+    spec = call.inputs[0]
+    if len(spec.shape) < 2 or wrap(call.get("dim"), len(spec.shape)) is None or not call.get("p") > 0:
+        return None
+    return (TensorMeta(spec.shape, contiguous_stride(spec.shape), spec.dtype),)
+
+
+rule("renorm", _same, whole=_other_dims, shape=_renorm_shape)

@@ -125,7 +125,7 @@ def _squeeze_same_dims(call: Call, matched: Matched, metas: Metas) -> OpPlan:
     """A dim that is short only because it is cut must stay: name the dims that go."""
     gone = shape.squeezed_dims(call) or []
     return OpPlan(
-        op="aten::squeeze.dims",
+        op=f"{call.op.base}.dims",
         args=(Slot(0), ListArg(list(gone))),
         layouts=matched.inputs,
         outputs=pack_outputs(call, metas, matched.outputs),
@@ -151,14 +151,23 @@ def _local_size(call: Call, matched: Matched, metas: Metas) -> dict[str, Any]:
     return {"size": local_shape(meta.shape, matched.outputs[0])}
 
 
-rule("transpose.int transpose_copy.int", _transpose, moves="a", shape=shape.transpose)
+rule("transpose.int transpose_copy.int", _transpose, moves="a", shape=shape.of_copy(shape.transpose))
 rule(
-    "t t_copy", lambda call: _permuted(list(range(len(call.inputs[0].shape)))[::-1]), moves="a", shape=shape.t
+    "t t_copy",
+    lambda call: _permuted(list(range(len(call.inputs[0].shape)))[::-1]),
+    moves="a",
+    shape=shape.of_copy(shape.t),
 )
-rule("permute permute_copy", _permute, moves="a", shape=shape.permute)
-rule("unsqueeze unsqueeze_copy", _unsqueeze, moves="a", shape=shape.unsqueeze)
-rule("squeeze squeeze_copy", _squeeze, moves="a", specialize=_squeeze_same_dims, shape=shape.squeeze)
-rule("expand expand_copy", _expand, moves="a", localize=_local_size, shape=shape.expand)
+rule("permute permute_copy", _permute, moves="a", shape=shape.of_copy(shape.permute))
+rule("unsqueeze unsqueeze_copy", _unsqueeze, moves="a", shape=shape.of_copy(shape.unsqueeze))
+rule(
+    "squeeze squeeze_copy",
+    _squeeze,
+    moves="a",
+    specialize=_squeeze_same_dims,
+    shape=shape.of_copy(shape.squeeze),
+)
+rule("expand expand_copy", _expand, moves="a", localize=_local_size, shape=shape.of_copy(shape.expand))
 
 
 # ------------------------------------------------------------------------------------------------- parts
@@ -187,8 +196,8 @@ def _sliced_dim(call: Call) -> str:
     return _that_dim(call)
 
 
-rule("select.int select_copy.int", _drop, moves="a", whole=_that_dim, shape=shape.select)
-rule("slice.Tensor slice_copy.Tensor", _same, moves="a", whole=_sliced_dim, shape=shape.slice_)
+rule("select.int select_copy.int", _drop, moves="a", whole=_that_dim, shape=shape.of_copy(shape.select))
+rule("slice.Tensor slice_copy.Tensor", _same, moves="a", whole=_sliced_dim, shape=shape.of_copy(shape.slice_))
 rule(
     "split.Tensor split_with_sizes split_copy.Tensor split_with_sizes_copy unsafe_split.Tensor "
     "unsafe_split_with_sizes narrow_copy",

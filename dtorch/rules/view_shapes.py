@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from dtorch.rules.call import Call
-from dtorch.shapes import Metas, TensorMeta, wrap
+from dtorch.shapes import Metas, ShapeFunction, TensorMeta, wrap
 from dtorch.spec import Spec, contiguous_stride
 
 
@@ -53,6 +53,20 @@ def view(call: Call) -> Metas | None:
         return None
     stride = view_stride(spec.shape, spec.stride, shape)
     return None if stride is None else _one(spec, shape, stride)
+
+
+def of_copy(view: ShapeFunction) -> ShapeFunction:
+    """The shape of a view; copies of its part, by the op that ends in ``_copy``, are row-major."""
+
+    def function(call: Call) -> Metas | None:
+        metas = view(call)
+        if metas is None or not call.op.base.endswith("_copy"):
+            return metas
+        (meta,) = metas
+        assert isinstance(meta, TensorMeta)
+        return (TensorMeta(meta.shape, contiguous_stride(meta.shape), meta.dtype),)
+
+    return function
 
 
 def transpose(call: Call) -> Metas | None:

@@ -15,7 +15,10 @@ from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Replicate
+from tests.numerics.more_samples import MORE
 from tests.numerics.samples import ALL
+from tests.numerics.samples_linalg import LINALG
+from tests.numerics.samples_statistics import STATISTICS
 from tests.support.rule_checks import Sample, replace_tensors, tensors_of
 
 aten = torch.ops.aten
@@ -70,7 +73,9 @@ def compare(sample: Sample, *, transposed: bool = False) -> bool:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sample", ALL, ids=lambda sample: str(sample).replace(" ", "_"))
+@pytest.mark.parametrize(
+    "sample", [*ALL, *MORE, *LINALG, *STATISTICS], ids=lambda sample: str(sample).replace(" ", "_")
+)
 def test_equals_torch(sample: Sample, transposed: bool) -> None:
     compare(sample, transposed=transposed)
 
