@@ -6,6 +6,7 @@ from dtorch import shapes
 from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import rule
+from dtorch.rules.empty import or_zeros
 from dtorch.rules.equation import Matched
 from dtorch.rules.reduce import other_op
 from dtorch.shapes import Metas, TensorMeta
@@ -74,4 +75,46 @@ rule(
     specialize=_attention_op,
     shape=_attention_shape,
     always=True,
+)
+
+
+# ------------------------------------------------------------------------------------------------- whole layers
+
+#: What a mask is: of pairs of places, of keys that are padding in each row, or of both.
+_PADDING = 1
+
+
+def _mask(call: Call, keys: str) -> str:
+    """Letters of a mask; those of pairs have none that may be cut."""
+    mask = call.get("mask")
+    if mask is not None and call.get("mask_type") == _PADDING:
+        return f"n{keys}"
+    return "TUVW"[: len(mask.shape)] if mask is not None else ""
+
+
+def _encoder_layer(call: Call) -> str:
+    return f"nqx,AB,C,DE,F,G,H,I,J,KL,M,NO,P,{_mask(call, 'q')}->nqx"
+
+
+def _multi_head_attention(call: Call) -> str:
+    weights = "nqk" if call.get("average_attn_weights") else "nhqk"
+    shown = weights if call.get("need_weights") else "1"
+    return f"nqx,nkx,nkx,AB,C,DE,F,{_mask(call, 'k')}->nqx,{shown}"
+
+
+# What torch runs in evaluation instead of a layer's parts: rows may be cut.
+rule(
+    "_transformer_encoder_layer_fwd",
+    _encoder_layer,
+    whole="qxABCDEFGHIJKLMNOPTUVW",
+    slices="n",
+    specialize=or_zeros,
+)
+rule(
+    "_native_multi_head_attention",
+    _multi_head_attention,
+    whole="qkxABCDEFTUVW",
+    unaffected=(1,),
+    slices="h",
+    specialize=or_zeros,
 )

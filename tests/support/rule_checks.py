@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -114,10 +115,13 @@ def check_all(sample: Sample, mesh: DeviceMesh, limit: int = 300) -> list[tuple[
     Returns the combinations that were legal.
     """
     tensors = tensors_of((sample.make(), sample.kwargs))
-    combinations = list(itertools.product(*map(choices, tensors)))
-    if len(combinations) > limit:
-        chosen = random.Random(0).sample(combinations, limit)
-        combinations = [combinations[0], *chosen]
+    each = [choices(tensor) for tensor in tensors]
+    if math.prod(map(len, each)) <= limit:
+        combinations = list(itertools.product(*each))
+    else:  # some, drawn without making all: a layer has a dozen weights
+        rng = random.Random(0)
+        whole = tuple(Replicate() for _ in each)
+        combinations = [whole, *(tuple(map(rng.choice, each)) for _ in range(limit))]
     want = expected(sample)
     legal = []
     for combination in combinations:
