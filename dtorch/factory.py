@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,9 @@ _Placements = Sequence[Placement] | None
 def _layout(device_mesh: DeviceMesh | None, placements: _Placements, ndim: int) -> Layout:
     mesh = Graph.default_graph().default_mesh if device_mesh is None else device_mesh
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"device_mesh takes a DeviceMesh, got {mesh!r}")
+        raise MeshError(
+            f"device_mesh takes a DeviceMesh, got {mesh!r}; write e.g. dtorch.DeviceMesh('cpu', [0, 1])"
+        )
     return Layout(mesh, resolve_placements(placements, mesh, ndim))
 
 
@@ -39,6 +42,8 @@ def _make(
     requires_grad: bool,
 ) -> Tensor:
     layout = _layout(device_mesh, placements, ndim)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype takes a torch.dtype, got {dtype!r}; write e.g. torch.float32")
     whole = _without_partial(layout)
     kwargs = {} if dtype is None else {"dtype": dtype}
     made: Tensor = make(Tensor, func, args, kwargs, whole, capture(sys._getframe(1)))
@@ -54,10 +59,22 @@ def _without_partial(layout: Layout) -> Layout:
 
 
 def _size(size: tuple[Any, ...]) -> list[int]:
-    """``f(2, 3)`` and ``f((2, 3))`` alike."""
-    if len(size) == 1 and not isinstance(size[0], int):
-        size = tuple(size[0])
-    return [int(n) for n in size]
+    """``f(2, 3)`` and ``f((2, 3))`` alike.
+
+    Raises:
+        TypeError: sizes that are no integers.
+        RuntimeError: sizes that 64 bits cannot hold.
+    """
+    given = size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
+    try:
+        sizes = [operator.index(n) for n in given]
+    except TypeError:
+        raise TypeError(f"size takes ints or one sequence of ints, got {size!r}; write e.g. (2, 3)") from None
+    if any(abs(n) >= 2**63 for n in sizes):
+        raise RuntimeError(
+            f"Overflow when unpacking long long: sizes are less than 2**63, got {sizes}; write smaller sizes"
+        )
+    return sizes
 
 
 def empty(
@@ -359,19 +376,30 @@ def from_torch(
     Raises:
         PlacementError: placements that do not fit the mesh or the tensor.
         MeshError: devices that the cluster does not have.
-        UnsupportedError: the tensor is sparse or has no data.
+        UnsupportedError: the tensor is sparse, nested or quantized, or has no data.
+        TypeError: it is no tensor.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"from_torch takes a torch.Tensor, got {type(tensor).__name__}; write dtorch.tensor(data), or "
+            f"torch.from_numpy(array) for an array"
+        )
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"from_torch takes a strided tensor, got one with layout {tensor.layout}; write t.to_dense() for a sparse "
+            f"one, t.to_padded_tensor(0) for a nested one"
+        )
+    if tensor.device.type == "meta":
+        raise UnsupportedError(
+            "from_torch takes a tensor with data, got one on meta, which has only a shape; write "
+            "dtorch.empty_like(t), or load its values first"
+        )
     layout = _layout(device_mesh, placements, tensor.dim())
     if isinstance(tensor, Tensor):
         detached: Any = tensor.detach()
         made: Tensor = detached.redistribute(layout.mesh, layout.placements)
         made.requires_grad_(requires_grad)
         return made
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        raise UnsupportedError(
-            f"from_torch takes a strided tensor with data, got one with layout {tensor.layout} on {tensor.device}; "
-            f"write t.to_dense() for a sparse one"
-        )
     whole = _without_partial(layout)
     graph = Graph.default_graph()
     made = upload(Tensor, graph, tensor.to("cpu"), whole, capture(sys._getframe(1)))

@@ -50,10 +50,13 @@ def check_devices(
         if device not in types:
             raise MeshError(
                 f"{mesh!r} names device {device}; the cluster at {address} has the devices {_ranges(types)}. "
-                f"Use those, or start more: dtorch.init(devices_per_node=...) or dtorch-launch"
+                f"Write those, or start more: dtorch.init(devices_per_node=...) or dtorch-launch"
             )
         if types[device] != mesh.device_type:
-            raise MeshError(f"{mesh!r} names device {device}, which is a {types[device]!r} device")
+            raise MeshError(
+                f"{mesh!r} names device {device}, which is a {types[device]!r} device; "
+                f"write DeviceMesh({types[device]!r}, ...)"
+            )
 
 
 def _ranges(devices: Mapping[int, str]) -> str:

@@ -15,7 +15,7 @@ import torch
 from dtorch.session import LocalPiece
 from dtorch.spec import Spec
 from dtorch.values import assemble
-from dtorch_runtime.errors import ClusterTimeout
+from dtorch_runtime.errors import ClusterTimeout, SettingError
 
 T = TypeVar("T")
 
@@ -105,6 +105,10 @@ class ClusterFuture(ABC, Generic[T]):
     def _wait_done(self, timeout_s: float) -> bool:
         if self._done.is_set():
             return True
+        if not isinstance(timeout_s, int | float):
+            raise SettingError(
+                f"timeout_s takes a number of seconds, got {timeout_s!r}; write e.g. 10.0, or None"
+            )
         self._waiter.help(self, timeout_s)
         if self._done.is_set():
             return True
@@ -119,7 +123,14 @@ class ClusterFuture(ABC, Generic[T]):
         """Call ``callback(self)`` once the answer is here: on the thread that reads it, or now when it is already.
 
         It must not block. What it raises is logged.
+
+        Raises:
+            SettingError: it cannot be called.
         """
+        if not callable(callback):
+            raise SettingError(
+                f"add_done_callback takes a function of the future, got {callback!r}; write e.g. lambda future: ..."
+            )
         with self._lock:
             is_early = not self._done.is_set()
             if is_early:

@@ -139,7 +139,9 @@ class Graph:
             MeshError: it is not a mesh, or names devices that the cluster does not have.
         """
         if not isinstance(mesh, DeviceMesh):
-            raise MeshError(f"device_mesh_guard takes a DeviceMesh, got {mesh!r}")
+            raise MeshError(
+                f"device_mesh_guard takes a DeviceMesh, got {mesh!r}; write e.g. dtorch.DeviceMesh('cpu', [0, 1])"
+            )
         self.session.define_mesh(mesh)
         self._meshes.append(mesh)
         try:

@@ -17,7 +17,7 @@ from dtorch.overlap import checks_overlap, refuse_partial_overlap
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes
-from dtorch_runtime.errors import SessionClosed
+from dtorch_runtime.errors import SessionClosed, UnsupportedError
 from dtorch_runtime.ir.layout import Box, Layout, box_shape
 from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
 from dtorch_runtime.worker.blobs import dtype_of, name_of
@@ -292,7 +292,16 @@ def transfer(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int
 
 
 def upload(cls: type[torch.Tensor], graph: Graph, tensor: torch.Tensor, layout: Layout, location: int) -> Any:
-    """Bring a CPU tensor of global shape to the cluster; the layout has no partial axes."""
+    """Bring a CPU tensor of global shape to the cluster; the layout has no partial axes.
+
+    Raises:
+        UnsupportedError: a quantized one.
+    """
+    if tensor.is_quantized:
+        raise UnsupportedError(
+            f"DTorch holds plain tensors, got a quantized one of {tensor.dtype}, which torch is about to remove; "
+            f"write t.dequantize(), or t.int_repr() for its integers"
+        )
     source = tensor.detach().resolve_conj().resolve_neg()
     spec = intern_spec(tuple(tensor.shape), tensor.dtype, layout)
     return upload_boxes(

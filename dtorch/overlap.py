@@ -87,7 +87,8 @@ def _is_partial(target: Any, other: Any) -> bool:
     """Whether two dense tensors of one memory overlap without being the same; where they have gaps nobody knows."""
     a: Spec = target._spec
     b: Spec = other._spec
-    num_a, num_b = math.prod(a.shape), math.prod(b.shape)
+    num_a: int = math.prod(a.shape)
+    num_b: int = math.prod(b.shape)
     if not num_a or not num_b or not is_dense(a.shape, a.stride) or not is_dense(b.shape, b.stride):
         return False
     a_start, b_start = target._handle.offset_bytes, other._handle.offset_bytes

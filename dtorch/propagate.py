@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dtorch.arguments import check_arguments
 from dtorch.dynamic import needs_whole, plan_dynamic
 from dtorch.op_plan import OpPlan, SameValue
 from dtorch.overlap import refuse_shared_elements
@@ -57,6 +58,7 @@ def propagate(
     _refuse_metadata_changes(op)
     if op.base.startswith("aten::_to_sparse"):
         raise sparse_result(op.name, op.base.removeprefix("aten::_to_"))
+    check_arguments(call)
     if op.writes:
         refuse_shared_elements(call)
     if op.base in _SAME_VALUE:

@@ -48,12 +48,14 @@ def redistribute(tensor: Any, device_mesh: DeviceMesh | None, placements: Sequen
     spec = tensor._spec
     mesh = spec.layout.mesh if device_mesh is None else device_mesh
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"redistribute(device_mesh=) takes a DeviceMesh, got {mesh!r}")
+        raise MeshError(
+            f"redistribute(device_mesh=) takes a DeviceMesh, got {mesh!r}; for placements write placements=[...]"
+        )
     if placements is None:
         if mesh.ndim != spec.layout.mesh.ndim:
             raise PlacementError(
                 f"redistribute() to {mesh!r} needs placements: the tensor has {len(spec.layout.placements)} "
-                f"({spec.layout}) and the mesh {mesh.ndim} axes"
+                f"({spec.layout}) and the mesh {mesh.ndim} axes; write placements=[...], one for each axis"
             )
         placements = spec.layout.placements
     layout = Layout(mesh, resolve_placements(placements, mesh, len(spec.shape)))
@@ -101,8 +103,15 @@ def redistribute_by_dict(
 ) -> Any:
     """See ``Tensor.redistribute_by_dict``."""
     if default not in ("keep", "replicate", "error"):
-        raise PlacementError(f"default is 'keep', 'replicate' or 'error', got {default!r}")
+        raise PlacementError(
+            f"redistribute_by_dict(default=) is 'keep', 'replicate' or 'error', got {default!r}; write default='keep'"
+        )
     mesh = tensor.device_mesh if device_mesh is None else device_mesh
+    if not isinstance(placements, Mapping):
+        raise PlacementError(
+            f"redistribute_by_dict takes a dict from axis names to placements, got {placements!r}; write e.g. "
+            f"{{'tp': Shard(0)}}, or x.redistribute(placements=[...])"
+        )
     for name in placements:
         mesh.axis(name)
     resolved = [_placement_of(tensor, mesh, axis, placements, default) for axis in range(mesh.ndim)]
@@ -121,7 +130,7 @@ def _placement_of(
     if default == "error":
         raise PlacementError(
             f"redistribute_by_dict(default='error') has no placement for axis {name!r} of {mesh!r}; "
-            f"name every axis, or use default='keep' or 'replicate'"
+            f"write a placement for every axis, or default='keep' or 'replicate'"
         )
     old: DeviceMesh = tensor.device_mesh
     if mesh == old:
@@ -130,5 +139,5 @@ def _placement_of(
         return tensor.placements[old.axis(name)]  # type: ignore[no-any-return]  # of a Tensor
     raise PlacementError(
         f"redistribute_by_dict(default='keep') cannot keep a placement for axis {name!r} of {mesh!r}: "
-        f"the tensor's own mesh {old!r} has no axis of that name; name it, or use default='replicate'"
+        f"the tensor's own mesh {old!r} has no axis of that name; write a placement for it, or default='replicate'"
     )

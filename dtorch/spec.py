@@ -11,6 +11,9 @@ from dtorch_runtime.ir.layout import Layout
 
 _interned: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, Layout], Spec] = {}
 
+#: Sizes are counted in 64 bits with a sign.
+_LIMIT = 2**63
+
 
 class Spec:
     """Global shape, global strides (in elements), dtype and layout of a tensor.
@@ -49,9 +52,25 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def intern_spec(
     shape: Sequence[int], dtype: torch.dtype, layout: Layout, stride: Sequence[int] | None = None
 ) -> Spec:
-    """The one spec with these fields; row-major strides when none are given."""
+    """The one spec with these fields; row-major strides when none are given.
+
+    Raises:
+        RuntimeError: more elements or bytes than 64 bits can count, as torch raises it.
+    """
     shape = tuple(shape)
     strides = contiguous_stride(shape) if stride is None else tuple(stride)
     key = (shape, strides, dtype, layout)
     found = _interned.get(key)
-    return found if found is not None else _interned.setdefault(key, Spec(shape, strides, dtype, layout))
+    if found is None:
+        _check_size(shape, strides, dtype)
+        found = _interned.setdefault(key, Spec(shape, strides, dtype, layout))
+    return found
+
+
+def _check_size(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> None:
+    stored = (size for size, step in zip(shape, strides, strict=True) if step)
+    if math.prod(shape) >= _LIMIT or math.prod(stored) * dtype.itemsize >= _LIMIT:
+        raise RuntimeError(
+            f"Storage size calculation overflowed with sizes={list(shape)}: a tensor has less than 2**63 elements and "
+            f"bytes; write smaller sizes"
+        )

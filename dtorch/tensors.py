@@ -99,7 +99,16 @@ class Tensor(torch.Tensor):
         return fetched(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The value as a NumPy array. As in PyTorch, a tensor that requires grad needs ``force`` or ``detach()``."""
+        """The value as a NumPy array. As in PyTorch, a tensor that requires grad needs ``force`` or ``detach()``.
+
+        Raises:
+            RuntimeError: it requires grad.
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; NumPy knows no "
+                "gradients: write x.detach().numpy(), or x.numpy(force=True)"
+            )
         return (self.detach() if force else self).cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -125,7 +134,16 @@ class Tensor(torch.Tensor):
         return result
 
     def redistribute_like(self, other: Tensor) -> Tensor:
-        """The same value on the mesh and with the placements of ``other``. Differentiable."""
+        """The same value on the mesh and with the placements of ``other``. Differentiable.
+
+        Raises:
+            MixedTensorError: ``other`` is a plain tensor.
+        """
+        if not isinstance(other, Tensor):
+            raise MixedTensorError(
+                f"redistribute_like takes a dtorch tensor, got {type(other).__name__}, which has no mesh; write "
+                f"x.redistribute(device_mesh=, placements=), or x.cpu() to bring it here"
+            )
         return self.redistribute(other.device_mesh, other.placements)
 
     def redistribute_by_dict(

@@ -1,7 +1,7 @@
 """Tied parameters stay tied when a module moves to the cluster or back.
 
 ``Module.to`` changes the data of a parameter where it can, so that modules that share one go on sharing it. Between the
-CPU and this device it cannot, and makes new parameters, each module its own: a model with tied embeddings would train two.
+CPU and this device it cannot, and makes a new parameter for each module: a model with tied embeddings would train two.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import torch
@@ -55,6 +56,11 @@ def parallelize(
         UnsupportedError: ``"auto"`` for a model that carries no plan, or a buffer whose values cannot be made again.
     """
     _check(model, mesh)
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise SettingError(
+            f"parallelize(plan=) takes 'auto' or a dict from patterns of module names to styles, got {plan!r}; "
+            f"write e.g. {{'layers.*.up': 'colwise'}}"
+        )
     facts = collect_facts(model)
     prefix = base_prefix(model)
     plans = plan_modules(facts, auto_plan(model, facts) if plan == "auto" else plan, mesh, prefix)

@@ -274,6 +274,11 @@ def encode_constant(value: Any) -> Arg:
         UnsupportedError: a value that cannot cross a process.
     """
     if isinstance(value, torch.dtype):
+        if str(value).startswith(("torch.q", "torch.bits")):
+            raise UnsupportedError(
+                f"DTorch holds plain tensors, got dtype={value}, a quantized one; write x.to(torch.int8), or quantize "
+                f"on the CPU: x.cpu()"
+            )
         return DTypeArg(str(value).removeprefix("torch."))
     if isinstance(value, torch.memory_format):
         return MemoryFormatArg(str(value).removeprefix("torch."))

@@ -48,17 +48,22 @@ def resolve_placements(placements: Sequence[Placement] | None, mesh: DeviceMesh,
         return (Replicate(),) * mesh.ndim
     if isinstance(placements, Replicate | Shard | Partial):
         raise PlacementError(f"placements takes a list, one for each mesh axis; write [{placements!r}]")
+    if not isinstance(placements, list | tuple):
+        raise PlacementError(
+            f"placements takes a list with one of Replicate(), Shard(dim), Partial(op) for each mesh axis, got "
+            f"{placements!r}; write e.g. [Shard(0)], or by name x.redistribute_by_dict({{'tp': Shard(0)}})"
+        )
     result = tuple(placements)
     for placement in result:
         if not isinstance(placement, Replicate | Shard | Partial):
             raise PlacementError(
                 f"placements takes Replicate(), Shard(dim) or Partial(op), got {placement!r}"
-                + ("; write it with parentheses" if isinstance(placement, type) else "")
+                f"; write {'it with parentheses' if isinstance(placement, type) else 'e.g. [Shard(0)]'}"
             )
     if len(result) != mesh.ndim:
         raise PlacementError(
             f"placements has {len(result)} entries for a mesh with {mesh.ndim} axes "
-            f"(shape {mesh.shape}, names {mesh.mesh_dim_names}); give one for each axis"
+            f"(shape {mesh.shape}, names {mesh.mesh_dim_names}); write one for each axis"
         )
     return tuple(_resolve_dim(placement, ndim) for placement in result)
 
@@ -68,7 +73,7 @@ def _resolve_dim(placement: Placement, ndim: int) -> Placement:
         return placement
     if not -ndim <= placement.dim < ndim:
         allowed = f"a dim from {-ndim} to {ndim - 1}" if ndim else "only Replicate() or Partial()"
-        raise PlacementError(f"{placement!r} does not fit a tensor of {ndim} dims; use {allowed}")
+        raise PlacementError(f"{placement!r} does not fit a tensor of {ndim} dims; write {allowed}")
     return placement if placement.dim >= 0 else Shard(placement.dim + ndim, placement.unit)
 
 

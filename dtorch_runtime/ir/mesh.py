@@ -30,7 +30,8 @@ class DeviceMesh:
     def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
         if device_type not in DEVICE_TYPES:
             raise MeshError(
-                f"device_type is one of {', '.join(map(repr, DEVICE_TYPES))}, got {device_type!r}"
+                f"device_type is one of {', '.join(map(repr, DEVICE_TYPES))}, got {device_type!r}; "
+                f"write DeviceMesh('cpu', [0, 1])"
             )
         nested = mesh.tolist() if hasattr(mesh, "tolist") else mesh
         if isinstance(nested, int):
@@ -72,11 +73,14 @@ class DeviceMesh:
         """
         if isinstance(name, int):
             if not -self.ndim <= name < self.ndim:
-                raise MeshError(f"{self!r} has {self.ndim} axes; there is no axis {name}")
+                raise MeshError(
+                    f"{self!r} has {self.ndim} axes; there is no axis {name}. Write one from 0 to {self.ndim - 1}"
+                )
             return name % self.ndim
         if self.mesh_dim_names is None or name not in self.mesh_dim_names:
             raise MeshError(
-                f"{self!r} has no axis named {name!r}; its axes are {self.mesh_dim_names or 'unnamed'}"
+                f"{self!r} has no axis named {name!r}; its axes are {self.mesh_dim_names or 'unnamed'}. Write one of "
+                f"them, or name the axes: DeviceMesh(..., mesh_dim_names=...)"
             )
         return self.mesh_dim_names.index(name)
 
@@ -98,7 +102,10 @@ class DeviceMesh:
         wanted = (names,) if isinstance(names, str) else tuple(names)
         axes = [self.axis(name) for name in wanted]
         if len(set(axes)) != len(axes) or not axes:
-            raise MeshError(f"mesh[...] takes one or more different axis names, got {wanted!r}")
+            raise MeshError(
+                f"mesh[...] takes one or more different axis names, got {wanted!r}; "
+                f"write e.g. mesh[{self.mesh_dim_names}]"
+            )
         rest = self._select({axis: 0 for axis in range(self.ndim) if axis not in axes})
         kept = [axis for axis in range(self.ndim) if axis in axes]
         order = [kept.index(axis) for axis in axes]
@@ -160,25 +167,29 @@ def init_device_mesh(
     Raises:
         MeshError: a size is not positive, or the names do not fit.
     """
+    if not isinstance(mesh_shape, Iterable) or isinstance(mesh_shape, str):
+        raise MeshError(f"mesh_shape takes a tuple of positive ints, got {mesh_shape!r}; write e.g. (2,)")
     shape = tuple(mesh_shape)
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise MeshError(f"mesh_shape takes positive ints, e.g. (2, 4), got {shape!r}")
+        raise MeshError(f"mesh_shape takes positive ints, got {shape!r}; write e.g. (2, 4)")
     ids = list(range(math.prod(shape)))
     return DeviceMesh(device_type, _nest(ids, shape), mesh_dim_names=mesh_dim_names)
 
 
 def _flatten(nested: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not isinstance(nested, list | tuple | range):
-        raise MeshError(f"mesh takes nested lists of device ids, e.g. [[0, 1], [2, 3]], got {nested!r}")
+        raise MeshError(f"mesh takes nested lists of device ids, got {nested!r}; write e.g. [[0, 1], [2, 3]]")
     if not nested:
-        raise MeshError("a mesh has at least one device, got an empty list")
+        raise MeshError("a mesh has at least one device, got an empty list; write e.g. [0]")
     if all(isinstance(item, int) and not isinstance(item, bool) for item in nested):
         return (len(nested),), tuple(nested)
     if any(isinstance(item, int) for item in nested):
-        raise MeshError(f"mesh is ragged: {nested!r} mixes ids and lists")
+        raise MeshError(f"mesh is ragged: {nested!r} mixes ids and lists; write e.g. [[0, 1], [2, 3]]")
     parts = [_flatten(item.tolist() if hasattr(item, "tolist") else item) for item in nested]
     if len({shape for shape, _ in parts}) != 1:
-        raise MeshError(f"mesh is ragged: {nested!r}")
+        raise MeshError(
+            f"mesh is ragged: {nested!r}; allowed are lists of one length, write e.g. [[0, 1], [2, 3]]"
+        )
     return (len(nested), *parts[0][0]), tuple(itertools.chain.from_iterable(ids for _, ids in parts))
 
 
@@ -194,19 +205,30 @@ def _check_devices(devices: tuple[int, ...]) -> None:
         sorted({d for d in devices if devices.count(d) > 1}) if len(set(devices)) != len(devices) else []
     )
     if repeated:
-        raise MeshError(f"a device may stand in a mesh once; repeated: {repeated}")
+        raise MeshError(
+            f"a device may stand in a mesh once; repeated: {repeated}. Write different ids, e.g. [0, 1]: "
+            f"several workers on one machine have an id each"
+        )
     if any(d < 0 for d in devices):
-        raise MeshError(f"device ids are not negative, got {min(devices)}")
+        raise MeshError(
+            f"device ids are not negative, got {min(devices)}; write the ids that dtorch.init() gave, 0 first"
+        )
 
 
 def _check_names(names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
     if names is None:
         return None
     if isinstance(names, str):
-        raise MeshError(f"mesh_dim_names takes a tuple of names, e.g. ({names!r},), got the string {names!r}")
+        raise MeshError(
+            f"mesh_dim_names takes a tuple of names, got the string {names!r}; write ({names!r},)"
+        )
     result = tuple(names)
     if len(result) != len(shape):
-        raise MeshError(f"mesh_dim_names has {len(result)} names for {len(shape)} axes: {result!r}")
+        raise MeshError(
+            f"mesh_dim_names has {len(result)} names for {len(shape)} axes: {result!r}; write one name for each axis"
+        )
     if any(not isinstance(name, str) or not name for name in result) or len(set(result)) != len(result):
-        raise MeshError(f"axis names are different non-empty strings, got {result!r}")
+        raise MeshError(
+            f"axis names are different non-empty strings, got {result!r}; write e.g. ('dp', 'tp')"
+        )
     return result

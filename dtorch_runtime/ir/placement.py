@@ -39,7 +39,10 @@ class Shard:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise PlacementError(f"Shard(dim) takes an int, got {self.dim!r}; write e.g. Shard(0)")
         if not isinstance(self.unit, int) or isinstance(self.unit, bool) or self.unit < 1:
-            raise PlacementError(f"Shard(unit=) takes a positive int, got {self.unit!r}")
+            raise PlacementError(
+                f"Shard(unit=) takes a positive int, got {self.unit!r}; write Shard({self.dim}), or the rows that stay "
+                f"together, e.g. unit=64"
+            )
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})" if self.unit == 1 else f"Shard(dim={self.dim}, unit={self.unit})"
@@ -60,7 +63,9 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.op not in REDUCE_OPS:
-            raise PlacementError(f"Partial(op) takes one of {', '.join(REDUCE_OPS)}, got {self.op!r}")
+            raise PlacementError(
+                f"Partial(op) takes one of {', '.join(REDUCE_OPS)}, got {self.op!r}; write e.g. Partial('sum')"
+            )
 
     def __repr__(self) -> str:
         return f"Partial({self.op!r})"

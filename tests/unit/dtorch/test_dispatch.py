@@ -291,7 +291,7 @@ def test_deep_copies_are_leaves_of_their_own(controller: Controller, x: dtorch.T
     assert pair[0].requires_grad
     assert pair[0].grad is not None
     assert pair[0]._handle is not parameter._handle
-    with pytest.raises(RuntimeError, match="only tensors created by the user"):
+    with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
         copy.deepcopy(parameter * 2)
 
 
