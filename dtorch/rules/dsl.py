@@ -95,7 +95,15 @@ class EquationRule:
             plan = plan_same_op(
                 call, metas, matched.outputs, conversions=matched.conversions, replace=replace
             )
-        return unless_empty(plan) if self._refuses_a_piece(call, equation, matched) else plan
+        if not self._refuses_a_piece(call, equation, matched):
+            return plan
+        if equation.unaffected or plan.mutates:
+            raise explain.refused(
+                call,
+                "some device would hold no element, and what the op gives on every device needs one",
+                self.signatures(call),
+            )
+        return unless_empty(plan)
 
     def _refuses_a_piece(self, call: Call, equation: Equation, matched: Matched) -> bool:
         """Whether the kernel needs an element, and some device has none: the largest of no elements does not exist."""

@@ -10,6 +10,7 @@ import torch
 
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import Kinds, parse, rule
+from dtorch.rules.equation import Matched
 from dtorch.rules.view import LETTERS
 from dtorch.shapes import Metas, TensorMeta, broadcast, is_contiguous, register_shape
 from dtorch.spec import contiguous_stride
@@ -159,7 +160,20 @@ def _cross(call: Call) -> list[str]:
     return [f"~{-dim if dim < 0 else ndim - dim}"]
 
 
-rule("_cdist_forward", "...pm,...rm->...pr", reduce=_terms_of_p, slices="*")
+_BY_PRODUCTS, _BY_DIFFERENCES = 1, 2
+#: Rows beyond which torch finds Euclidean distances by a product of matrices (ATen/native/Distance.cpp).
+_MANY_ROWS = 25
+
+
+def _mode_of_whole(call: Call, matched: Matched, metas: Metas) -> dict[str, Any]:
+    """A piece is computed as the whole would be: the two ways differ in how they round."""
+    if call.get("compute_mode"):
+        return {}
+    is_large = max(call.spec(name).shape[-2] for name in ("x1", "x2")) > _MANY_ROWS
+    return {"compute_mode": _BY_PRODUCTS if is_large else _BY_DIFFERENCES}
+
+
+rule("_cdist_forward", "...pm,...rm->...pr", reduce=_terms_of_p, slices="*", localize=_mode_of_whole)
 rule("_cdist_backward", "...pr,...pm,...rm,...pr->...pm", linear="a", slices="*")
 rule("_pdist_forward", "nm->z", whole="n", reduce=_terms_of_p)
 rule("_pdist_backward", "z,nm,z->nm", whole="zn", linear="a")

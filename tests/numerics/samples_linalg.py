@@ -93,6 +93,14 @@ DISTANCES = [
         for p in (0.0, 1.0, 2.0, 3.0, float("inf"))
     ),
     call(aten._cdist_forward.default, real(2, 4, 3), real(5, 3), 2.0, None, name="cdist with one batch"),
+    call(
+        aten._cdist_forward.default,
+        many := (real(30, 3) * 100 + 1000).float(),
+        many[:5] + 1e-3,
+        2.0,
+        None,
+        name="cdist by products",
+    ),
     *(
         call(
             aten._cdist_backward.default,
