@@ -38,6 +38,7 @@ test-all: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, the slow ones too
 
 test-ops: $(STAMPS)/dev  ## run PyTorch's operator database on every placement, an hour on two cores; ARGS="--jobs 4"
 	$(PY) -m tests.numerics.opinfo --all $(ARGS)
+	$(PY) -m tests.numerics.programs
 
 check: $(STAMPS)/dev  ## static checks: lint, format, strict types, import direction
 	$(VENV)/bin/ruff check $(wildcard $(SOURCES))

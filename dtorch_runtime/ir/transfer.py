@@ -21,8 +21,8 @@ from dtorch_runtime.ir.exchange import Axes, Holding, Step, busiest_bytes, excha
 from dtorch_runtime.ir.layout import Layout, all_boxes
 from dtorch_runtime.ir.placement import Partial, ReduceOp
 
-#: What a step costs beside its bytes, in bytes of the busiest device: a few large steps beat many small ones.
-STEP_COST_BYTES = 512 * 1024
+#: What a step costs beside its bytes, in bytes of the busiest device (measured among CPU devices of one host).
+STEP_COST_BYTES = 1024 * 1024
 
 _Steps: TypeAlias = tuple[Step, ...]
 #: Neighbouring partial axes of the same op.

@@ -48,6 +48,7 @@ class Draft:
         self._is_rough = is_rough
         self._placements_for = placements_for
         self._only_exact = only_exact
+        self._target: torch.Tensor | None = None
         self.used: list[str] = []
 
     # ---- variables ----
@@ -56,7 +57,9 @@ class Draft:
         found = [
             name
             for name, value in self._values.items()
-            if fits(value) and not (self._only_exact and self._is_rough(name))
+            if fits(value)
+            and not (self._only_exact and self._is_rough(name))
+            and not (self._target is not None and _is_entangled(value, self._target))
         ]
         if not found:
             raise NothingFits
@@ -133,7 +136,9 @@ class Draft:
                 and (with_grad or not value.requires_grad)
             )
 
-        return self._pick(fits)
+        name = self._pick(fits)
+        self._target = self._values[name]
+        return name
 
     def real_target(self) -> str:
         """One of a float or of an integer."""
@@ -331,3 +336,12 @@ class Draft:
 
 def _is_expanded(value: torch.Tensor) -> bool:
     return any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True))
+
+
+def _is_entangled(value: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a write to one changes some elements of the other: what torch reads then depends on its loops."""
+    return value.untyped_storage()._cdata == target.untyped_storage()._cdata and (
+        value.shape,
+        value.stride(),
+        value.storage_offset(),
+    ) != (target.shape, target.stride(), target.storage_offset())
