@@ -57,17 +57,13 @@ def issue_converted(
 
     What it wrote to is the tensor given; views of a converted copy are linked to the tensor given.
     """
-    if found.entry.func is aten.as_strided.default:
-        refuse_part_of_memory(given[0], "as_strided")
+    if found.is_view:
+        return _issue_view(cls, found, log, graph, given[0], location)
     tensors = list(given)
     for index, layout in found.conversions:
         tensors[index] = converted(cls, tensors[index], layout, location)
     result = issue(cls, found.entry, graph, tensors, location, draw_seed)
     log.add(found.moves, location, "auto")
-    if found.is_view:
-        from dtorch.linked import link_results  # a subclass of the tensor, whose dispatch issues views
-
-        return link_results(result, given[0], tensors[0], op_of(found.entry.func).name)
     if not found.written_back:
         return result
     targets = {}
@@ -80,6 +76,24 @@ def issue_converted(
     if isinstance(result, list | tuple):
         return type(result)(targets.get(id(item), item) for item in result)
     return targets.get(id(result), result)
+
+
+def _issue_view(
+    cls: type[torch.Tensor], found: AutoEntry, log: Log, graph: Graph, base: Any, location: int
+) -> Any:
+    """Views of a mirror of ``base``: the one that other views have, or a new one."""
+    from dtorch.linked import Mirror, link_results  # a subclass of the tensor, whose dispatch issues views
+
+    if found.entry.func is aten.as_strided.default:
+        refuse_part_of_memory(base, "as_strided")
+    layout = dict(found.conversions)[0]
+    mirror = Mirror.of(base, layout)
+    if mirror is None:
+        name = op_of(found.entry.func).name
+        mirror = Mirror(base, converted(cls, base, layout, location), name)
+        log.add(found.moves, location, "auto")
+    result = issue(cls, found.entry, graph, (mirror.copy,), location)
+    return link_results(result, base, mirror)
 
 
 def is_entangled(found: AutoEntry, tensors: Sequence[Any]) -> bool:

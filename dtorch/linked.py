@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,13 +36,20 @@ from dtorch.rules.whole import replicated
 from dtorch.spec import Spec, intern_spec
 from dtorch.tensors import HANDLE, Tensor
 from dtorch_runtime.errors import PlacementError
+from dtorch_runtime.ir.layout import Layout
 
 aten = torch.ops.aten
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
+#: The mirrors of a value that are in use, by its spec and their layout.
+_mirrors: weakref.WeakKeyDictionary[Handle, dict[tuple[Spec, Layout], weakref.ReferenceType[Mirror]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class Mirror:
-    """A converted copy of ``base``, which views alias in its place.
+    """A converted copy of ``base``, which views alias in its place. All views that want the same copy share it.
 
     Attributes:
         base, copy: symbols of their own for the two values, so that nobody's history is kept alive.
@@ -50,14 +58,25 @@ class Mirror:
         name: the op that made the view, for the list of redistributions.
     """
 
-    __slots__ = ("base", "copy", "name", "outer", "seen")
+    __slots__ = ("__weakref__", "base", "copy", "name", "outer", "seen")
 
     def __init__(self, base: Any, copy: Any, name: str) -> None:
-        self.base = base
+        self.base = plain_symbol(base)
         self.copy = copy
-        self.outer: Mirror | None = None
+        self.outer: Mirror | None = getattr(base, "_mirror", None)
         self.seen = last_write(base._handle)
         self.name = name
+        _mirrors.setdefault(self.base._handle, {})[base._spec, copy._spec.layout] = weakref.ref(self)
+
+    @staticmethod
+    def of(base: Any, layout: Layout) -> Mirror | None:
+        """The mirror with this layout that some view of ``base`` has, equal to the base now; None when none has."""
+        handle = base._handle
+        known = _mirrors.get(handle, {}).get((base._spec, layout))
+        found = known() if known is not None else None
+        if found is not None:
+            found.refresh()
+        return found
 
     def refresh(self) -> None:
         """Make the copy equal to the base, if that has been written to."""
@@ -104,10 +123,8 @@ def link(spec: Spec, handle: Handle, mirror: Mirror, base: torch.Tensor) -> Link
     return symbol  # type: ignore[no-any-return]  # made above
 
 
-def link_results(result: Any, base: Any, copy: Any, name: str) -> Any:
-    """The views that an op made of ``copy``, a converted copy of ``base``, as views of ``base``."""
-    mirror = Mirror(plain_symbol(base), copy, name)
-    mirror.outer = getattr(base, "_mirror", None)
+def link_results(result: Any, base: Any, mirror: Mirror) -> Any:
+    """The views that an op made of the copy of ``mirror``, as views of ``base``."""
     if isinstance(result, list | tuple):
         return type(result)(link(item._spec, item._handle, mirror, base) for item in result)
     return link(result._spec, result._handle, mirror, base)
@@ -139,9 +156,9 @@ def dispatch_linked(
             _again(func, *part)
         return None
     _check_independent(op, written)
-    twins: dict[int, tuple[LinkedTensor, Any]] = {}
+    twins = _twins_of_bases(written, (args, kwargs))
     plain_args, plain_kwargs = _with_twins(args, twins), _with_twins(kwargs, twins)
-    mirrors = {id(linked._mirror): linked._mirror for linked, _ in twins.values()}
+    mirrors = {id(t._mirror): t._mirror for t, _ in twins.values() if type(t) is LinkedTensor}
     before = {key: last_write(mirror.copy._handle) for key, mirror in mirrors.items()}
     result = dispatch(Tensor, func, types, plain_args, plain_kwargs)
     for key, mirror in mirrors.items():
@@ -149,8 +166,21 @@ def dispatch_linked(
             mirror.push()
     if op.is_view and type(args[0]) is LinkedTensor:
         return _mapped(result, lambda item: _relinked(item, args[0]))
-    originals = {id(twin): linked for linked, twin in twins.values()}
+    originals = {id(twin): given for given, twin in twins.values()}
     return _mapped(result, lambda item: originals.get(id(item), item))
+
+
+def _twins_of_bases(written: Sequence[Any], arguments: Any) -> dict[int, tuple[Any, Any]]:
+    """A target that is read through a linked view too is written in the mirror: what order shows, shows as in torch."""
+    mirrors = [value._mirror for value in _flat(arguments) if type(value) is LinkedTensor]
+    found: dict[int, tuple[Any, Any]] = {}
+    for target in written:
+        if type(target) is Tensor:
+            same = (m for m in mirrors if m.base._handle is target._handle and m.base._spec is target._spec)
+            mirror = next(same, None)
+            if mirror is not None:
+                found[id(target)] = (target, mirror.copy)
+    return found
 
 
 def _relinked(item: Any, source: LinkedTensor) -> Any:
@@ -168,10 +198,12 @@ def _mapped(result: Any, function: Any) -> Any:
 
 
 def _with_twins(value: Any, twins: dict[int, tuple[Any, Any]]) -> Any:
-    """The arguments with a plain symbol, of the value as it is now, for each linked view."""
+    """The arguments with the twin that there is, or a plain symbol of the value as it is now for a linked view."""
     kind = type(value)
-    if kind is LinkedTensor:
+    if kind is LinkedTensor or kind is Tensor:
         found = twins.get(id(value))
+        if found is None and kind is Tensor:
+            return value
         if found is None:
             found = twins[id(value)] = (value, plain_symbol(value))
         return found[1]
@@ -238,7 +270,7 @@ def _root(tensor: Any) -> Handle:
         return tensor._handle.root  # type: ignore[no-any-return]  # of a Tensor
     while mirror.outer is not None:
         mirror = mirror.outer
-    return mirror.base._handle.root  # type: ignore[no-any-return]  # of a Tensor
+    return mirror.base._handle.root
 
 
 #: Calls that make a tensor stand for another value, or ask for what it stands; see ``dtorch.metadata``.
@@ -268,7 +300,7 @@ def resized_copy(target: Any, shape: tuple[int, ...], stride: tuple[int, ...], l
     whole = replicated(spec.layout.mesh)
     copy = converted(Tensor, target, whole, location)
     result = resized(copy, intern_spec(shape, spec.dtype, whole, stride), location)
-    return link_results(result, target, copy, "aten::resize_")  # type: ignore[no-any-return]  # one view
+    return link_results(result, target, Mirror(target, copy, "aten::resize_"))  # type: ignore[no-any-return]  # one view
 
 
 class LinkedTensor(Tensor):

@@ -372,6 +372,30 @@ def test_symbols_that_come_to_stand_for_other_values(mesh: DeviceMesh, mode: Any
         check_program(mesh, _other_values, [(placement,)], A)
 
 
+def _reads_what_it_writes(t: Any) -> Any:
+    """Elements that are read after they were written: what torch does is what its kernels do in order."""
+    t.sub_(t.unbind(1)[0][:, None])
+    other = t.flip(0)
+    other += other.narrow(1, 1, 1)
+    t[:, 0:3].sub_(t[:, 2:3])
+    return t, other
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_ops_that_read_what_they_write(mesh: DeviceMesh, placement: Any) -> None:
+    check_program(mesh, _reads_what_it_writes, [(placement,)], A)
+
+
+def test_views_share_one_copy(mesh: DeviceMesh) -> None:
+    with dtorch.auto_redistribute():
+        x = send(A, mesh, Shard(0))
+        views = [x[number] for number in range(4)]
+        views[0].add_(views[1])
+        check(torch.stack(views), torch.stack([A[0] + A[1], A[1], A[2], A[3]]))
+    gathered = [r for r in dtorch.explain_redistributions() if r.op == "aten::select.int"]
+    assert [(r.operand, r.count) for r in gathered] == [("self", 1), ("self (back)", 1)]
+
+
 def test_a_linked_view_is_redistributed(mesh: DeviceMesh) -> None:
     with dtorch.auto_redistribute():
         x = send(A, mesh, Shard(0), grad=True)
@@ -383,9 +407,9 @@ def test_a_linked_view_is_redistributed(mesh: DeviceMesh) -> None:
 def test_what_links_cannot_do_is_refused(mesh: DeviceMesh) -> None:
     x = send(A, mesh, Shard(0))
     with dtorch.auto_redistribute():
-        one, other = x[1:3], x[0:2]
+        one, other = x[1:3], x.view(-1)[1:7]
         with pytest.raises(dtorch.PlacementError, match="one after the other"):
-            torch.aminmax(send(B, mesh), dim=0, out=(one[0], other[1]))
+            torch.aminmax(send(B, mesh), dim=0, out=(one[0], other))
         with pytest.raises(dtorch.PlacementError, match="memory"):
             one[:, 0:2].clone().redistribute(placements=[Shard(0)])[0].as_strided((2, 2), (1, 1))
         with pytest.raises(dtorch.PlacementError, match="memory"):
