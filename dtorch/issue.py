@@ -13,7 +13,7 @@ from dtorch.dynamic import description_spec
 from dtorch.graph import FREE_BATCH, Graph, Handle, ViewHandle, next_write
 from dtorch.meshes import layout_record
 from dtorch.op_plan import LaterOutput, NewOutput, OpPlan, SameTensor, SameValue, Window
-from dtorch.overlap import checks_overlap, refuse_partial_overlap
+from dtorch.overlap import checks_overlap, refuse_lost_gradient, refuse_partial_overlap
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes
@@ -39,6 +39,7 @@ class Entry:
         "default_dtype",
         "dtype",
         "func",
+        "is_absolute_view",
         "is_dynamic",
         "is_simple",
         "is_view",
@@ -78,6 +79,8 @@ class Entry:
         self.is_simple = is_simple and window is None
         #: The same for a view of its only input, whose handle has to say where in memory it is.
         self.is_view = window is not None and len(plan.layouts) == 1 and not window.is_absolute
+        #: Whether its place in memory does not depend on that of the input: ``as_strided`` with an offset.
+        self.is_absolute_view = window is not None and window.is_absolute
         if is_simple:
             self.spec = spec = new[0].spec
             self.shape = spec.shape
@@ -147,6 +150,8 @@ def issue(
     plan = entry.plan
     if entry.checks_overlap and ViewHandle in [type(tensor._handle) for tensor in tensors]:
         refuse_partial_overlap(entry, plan.mutates, tensors)
+    if entry.is_absolute_view:
+        refuse_lost_gradient(tensors[0])
     if plan.conversions:
         tensors = list(tensors)
         for index, layout in plan.conversions:

@@ -16,6 +16,7 @@ import torch
 from dtorch.rules.call import Call, op_of
 from dtorch.shapes import is_dense
 from dtorch.spec import Spec
+from dtorch_runtime.errors import UnsupportedError
 
 
 def _names(text: str) -> frozenset[str]:
@@ -57,7 +58,7 @@ def refuse_shared_elements(call: Call) -> None:
     for index in call.written:
         spec = call.inputs[index]
         is_shared = any(size > 1 and step == 0 for size, step in zip(spec.shape, spec.stride, strict=True))
-        if is_shared and math.prod(spec.shape):
+        if is_shared and 0 not in spec.shape:
             raise RuntimeError(
                 "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                 f"location. Please clone() the tensor before performing the operation. ({call.op.name} writes to a "
@@ -81,6 +82,22 @@ def refuse_partial_overlap(name: object, written: Sequence[int], tensors: Sequen
                     "single memory location. Please clone() the tensor before performing the operation. "
                     f"({name} writes to elements of a tensor that it reads)"
                 )
+
+
+def refuse_lost_gradient(source: Any) -> None:
+    """Refuse ``as_strided(..., storage_offset)`` of a view that begins elsewhere, where autograd follows it.
+
+    Autograd asks the view where it begins, to find its part of the gradient, and symbols do not know it in C++.
+
+    Raises:
+        UnsupportedError: the gradient would be that of other elements.
+    """
+    if source.requires_grad and torch.is_grad_enabled() and source._handle.offset_bytes:
+        raise UnsupportedError(
+            f"as_strided(storage_offset=) of a view that begins at element {source.storage_offset()} of its base has "
+            f"no gradient here. Allowed are tensors that begin at element 0, and no offset. Write "
+            f"base.as_strided(...) of the tensor that it is a view of, or index the view"
+        )
 
 
 def _is_partial(target: Any, other: Any) -> bool:

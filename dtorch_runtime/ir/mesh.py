@@ -167,7 +167,7 @@ def init_device_mesh(
     Raises:
         MeshError: a size is not positive, or the names do not fit.
     """
-    if not isinstance(mesh_shape, Iterable) or isinstance(mesh_shape, str):
+    if not isinstance(mesh_shape, Iterable):
         raise MeshError(f"mesh_shape takes a tuple of positive ints, got {mesh_shape!r}; write e.g. (2,)")
     shape = tuple(mesh_shape)
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):

@@ -177,6 +177,14 @@ DATA = [
     ),
 ]
 
+DATA.append(
+    Mistake(
+        "an offset within a view, with gradients",
+        lambda: (leaf(4, 6) * 1)[1].as_strided((2, 2), (1, 2), 8),
+        *(dtorch.UnsupportedError, "element 6", "begin at element 0", "base.as_strided("),
+    )
+)
+
 TORCH = [
     Mistake(
         "factors that do not fit",
