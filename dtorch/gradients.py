@@ -7,7 +7,7 @@ written with products that do too. These are differentiable again.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -77,8 +77,13 @@ class _Linear(torch.autograd.Function):
 
 
 def _cut_like(whole: Any, spec: Spec, *, but: int | None = None) -> Any:
-    """A whole tensor cut as another is, except along the dim ``but``: a local slice, no bytes."""
-    given: Spec = whole._spec
+    """A whole tensor cut as another is, except along the dim ``but``: a local slice, no bytes.
+
+    A gradient under ``vmap`` is torch's wrapper of several, which has no placements; it stays as it is.
+    """
+    given: Spec | None = getattr(whole, "_spec", None)
+    if given is None:
+        return whole
     mesh = spec.layout.mesh
     if not given.layout.is_replicated or not (
         given.layout.mesh == mesh or is_default_mesh(given.layout.mesh)
@@ -92,9 +97,10 @@ def _cut_like(whole: Any, spec: Spec, *, but: int | None = None) -> Any:
 
 def _rows_like(whole: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A whole factor with the rows that the gradient of the product has: a local slice."""
-    if whole.shape[:-1] != gradient.shape[:-1]:
+    spec: Spec | None = getattr(gradient, "_spec", None)
+    if spec is None or whole.shape[:-1] != gradient.shape[:-1]:
         return whole
-    result: torch.Tensor = _cut_like(whole, cast(Any, gradient)._spec, but=whole.ndim - 1)
+    result: torch.Tensor = _cut_like(whole, spec, but=whole.ndim - 1)
     return result
 
 
