@@ -18,16 +18,19 @@ from dtorch.dispatch import special
 from dtorch.spec import Spec
 
 aten = torch.ops.aten
+#: Asked in front of every product, so they are looked up once.
+_transforms_are_active = torch._C._are_functorch_transforms_active
+_num_modes = torch._C._len_torch_dispatch_stack
 
 
 def is_active() -> bool:
     """Whether the arguments of an op may be wrappers of ``torch.func``, or have tangents."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _transforms_are_active() or forward_ad._current_level >= 0
 
 
 def is_watched() -> bool:
     """Whether a dispatch mode (``FlopCounterMode``, ``make_fx``, one of the user's) wants to see every op."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return _num_modes() > 0
 
 
 def leave_uncompiled(*functions: Callable[..., Any]) -> None:

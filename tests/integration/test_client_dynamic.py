@@ -227,6 +227,15 @@ async def test_an_op_that_fails_shows_the_line_that_called_it(x: Any, mesh: Devi
     assert x.sum().isfinite()
 
 
+async def test_a_call_may_be_given_up(x: Any) -> None:
+    call = dtorch.call_async(torch.nonzero, x > 0)
+    assert call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    again = await dtorch.call_async(torch.nonzero, x > 0)
+    assert torch.equal(again.to_torch(), torch.nonzero(X[0] > 0))
+
+
 def test_outside_of_a_loop_there_is_nothing_to_await(x: Any) -> None:
     with pytest.raises(dtorch.UnsupportedError, match="call the function itself"):
         dtorch.call_async(torch.nonzero, x)
