@@ -21,7 +21,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 _REDUCE: dict[str, Callable[[Array], Any]] = {
     "sum": lambda terms: terms.sum(0) if terms.dtype != bool else terms.any(0),
-    "avg": lambda terms: terms.sum(0) // len(terms),
+    "avg": lambda terms: terms.sum(0) / len(terms) if terms.dtype.kind == "f" else terms.sum(0) // len(terms),
     "max": lambda terms: terms.max(0),
     "min": lambda terms: terms.min(0),
     "prod": lambda terms: terms.prod(0) if terms.dtype != bool else terms.all(0),
