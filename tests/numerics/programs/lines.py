@@ -106,7 +106,8 @@ EXACT: dict[str, Line] = {
     ),
     "slice_scatter": lambda d: f"{(x := d.number(1))}.slice_scatter({d.twin(x)}, {d.dim(x)})",
     "embedding": lambda d: f"F.embedding({d.positions(x := d.floating(2, 2), 0, x)}, {x})",
-    "one_hot": lambda d: f"F.one_hot({d.whole()} % 3, 3)",
+    # Torch makes it in another way of tensors that are no plain ones, and other strides of strides that are not rows.
+    "one_hot": lambda d: f"F.one_hot({d.whole()}.contiguous() % 3, 3)",
     # ---- dtypes ----
     "to": lambda d: f"{d.real()}.to({d.choice(('torch.float64', 'torch.float32', 'torch.int64'))})",
     "to_bool": lambda d: f"{d.number()} != 0",
