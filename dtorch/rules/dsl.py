@@ -48,7 +48,7 @@ from dtorch.rules.whole import plan_same_op
 from dtorch.shapes import Metas, ShapeFunction, TensorMeta, register_shape
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch_runtime.ir.layout import Layout
-from dtorch_runtime.ir.placement import Partial, ReduceOp
+from dtorch_runtime.ir.placement import Partial, ReduceOp, Replicate
 from dtorch_runtime.wire.records import ListArg
 
 #: A notation, or what writes it for a call (because of its ``dim`` argument, say).
@@ -95,15 +95,7 @@ class EquationRule:
             plan = plan_same_op(
                 call, metas, matched.outputs, conversions=matched.conversions, replace=replace
             )
-        if not self._refuses_a_piece(call, equation, matched):
-            return plan
-        if equation.unaffected or plan.mutates:
-            raise explain.refused(
-                call,
-                "some device would hold no element, and what the op gives on every device needs one",
-                self.signatures(call),
-            )
-        return unless_empty(plan)
+        return unless_empty(call, matched, plan) if self._refuses_a_piece(call, equation, matched) else plan
 
     def _refuses_a_piece(self, call: Call, equation: Equation, matched: Matched) -> bool:
         """Whether the kernel needs an element, and some device has none: the largest of no elements does not exist."""
@@ -197,9 +189,16 @@ def same_pieces(shape: tuple[int, ...], a: Layout, b: Layout) -> bool:
     )
 
 
-def unless_empty(plan: OpPlan) -> OpPlan:
-    """The same plan, where a device without elements gives what changes nothing: 0 to a sum, -inf to a maximum."""
+def unless_empty(call: Call, matched: Matched, plan: OpPlan) -> OpPlan:
+    """The same plan, where a device without elements gives what changes nothing: 0 to a sum, -inf to a maximum.
+
+    Raises:
+        PlacementError: a result is whole on a device that holds no element to compute it from.
+    """
     specs = [output.spec for output in plan.outputs if isinstance(output, NewOutput)]
+    for axis, letter in enumerate(matched.letters):
+        if letter is not None and any(_is_whole(spec, axis) for spec in specs):
+            raise explain.refused(call, "some device would hold no element, and the op needs one", [])
     encode = ArgumentEncoder().encode
     return dataclasses.replace(
         plan,
@@ -212,6 +211,10 @@ def unless_empty(plan: OpPlan) -> OpPlan:
             ListArg([_kept_kind(spec.layout) for spec in specs]),
         ),
     )
+
+
+def _is_whole(spec: Spec, axis: int) -> bool:
+    return 0 not in spec.shape and isinstance(spec.layout.placements[axis], Replicate)
 
 
 def _kept_kind(layout: Layout) -> ReduceOp:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from dtorch.op_plan import OpPlan
-from dtorch.rules import explain
-from dtorch.rules.call import Call, local_shape
-from dtorch.rules.dsl import Localize
+from dtorch.rules.call import Call
+from dtorch.rules.dsl import Localize, unless_empty
 from dtorch.rules.equation import Matched, has_empty_piece
 from dtorch.rules.reduce import other_op
-from dtorch.shapes import Metas, TensorMeta
-from dtorch_runtime.ir.layout import Layout
-from dtorch_runtime.ir.placement import Replicate
+from dtorch.shapes import Metas
 
 
 def or_zeros(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
@@ -56,21 +53,7 @@ def with_zeros(call: Call, matched: Matched, metas: Metas, op: str, args: list[A
     Raises:
         PlacementError: a result is whole on a device that holds no element to compute it from.
     """
-    results = [
-        (meta, layout)
-        for meta, layout in zip(metas, matched.outputs, strict=True)
-        if isinstance(meta, TensorMeta)
-    ]
-    for axis, letter in enumerate(matched.letters):
-        if letter is not None and any(_is_whole(meta, layout, axis) for meta, layout in results):
-            raise explain.refused(call, "some device would hold no element, and the op needs one", [])
-    shapes = [local_shape(meta.shape, layout) for meta, layout in results]
-    dtypes = [meta.dtype for meta, _ in results]
-    return other_op(call, matched, metas, "dtorch::or_zeros", [op, args, shapes, dtypes])
-
-
-def _is_whole(meta: TensorMeta, layout: Layout, axis: int) -> bool:
-    return 0 not in meta.shape and isinstance(layout.placements[axis], Replicate)
+    return unless_empty(call, matched, other_op(call, matched, metas, op, args))
 
 
 def some_device_is_empty(call: Call, matched: Matched) -> bool:

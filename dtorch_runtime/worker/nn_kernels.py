@@ -11,29 +11,6 @@ import torch
 
 from dtorch_runtime.worker.kernels import find_kernel, kernel
 
-
-@kernel("or_zeros", num_returns=2)
-def or_zeros(
-    operator: str,
-    args: list[Any],
-    shapes: list[list[int]],
-    dtypes: list[torch.dtype],
-    **kwargs: Any,
-) -> Any:
-    """What ``operator`` gives, or zeros where this device holds no element of some input.
-
-    Many operators refuse tensors without elements. What depends on none is empty, or a sum of nothing.
-
-    Args:
-        shapes, dtypes: of the local results.
-    """
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if all(tensor.numel() for tensor in tensors):
-        return find_kernel(operator).function(*args, **kwargs)
-    like = tensors[0]
-    return tuple(like.new_zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-
-
 # ------------------------------------------------------------------------------------------------- groups
 
 
