@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import rule
+from dtorch.rules.nn_shapes import likes
 from dtorch.rules.view import LETTERS, letters
+from dtorch.shapes import Metas, broadcast
+
+
+def _prelu(call: Call) -> Metas | None:
+    """Where the weight does not make more of the input."""
+    shape = call.spec("self").shape
+    return likes("self")(call) if broadcast([shape, call.spec("weight").shape]) == shape else None
+
 
 rule("log_sigmoid_forward", "...->...,...")
-rule("log_sigmoid_backward", "...,...,...->...", linear="a", slices="*")
-rule("_prelu_kernel", "...,...->...", slices="*")
-rule("_prelu_kernel_backward", "...,...,...->...,...", linear="a", slices="*")
-rule("rrelu_with_noise_backward", "...,...,...->...", linear="a", slices="*")
+rule("log_sigmoid_backward", "...,...,...->...", linear="a", slices="*", shape=likes("self"))
+rule("_prelu_kernel", "...,...->...", slices="*", shape=_prelu)
+rule("_prelu_kernel_backward", "...,...,...->...,...", linear="a", slices="*", shape=likes("self", "self"))
+rule("rrelu_with_noise_backward", "...,...,...->...", linear="a", slices="*", shape=likes("self"))
 
 
 def _halves(call: Call) -> tuple[str, str]:
@@ -40,4 +49,4 @@ def _halved(call: Call) -> str:
 
 
 rule("glu", _glu, whole=_halved)
-rule("glu_backward", _glu_backward, linear="a", whole=_halved, slices="*")
+rule("glu_backward", _glu_backward, linear="a", whole=_halved, slices="*", shape=likes("self"))

@@ -8,6 +8,7 @@ from dtorch.rules.call import Call, local_shape
 from dtorch.rules.dsl import rule
 from dtorch.rules.empty import localized_or_zeros, or_zeros
 from dtorch.rules.equation import Matched
+from dtorch.rules.nn_shapes import resized, sampled
 from dtorch.shapes import Metas
 
 #: Letters of the spatial dims before and after, by their number.
@@ -33,13 +34,8 @@ for _count, (_before, _after) in _SPACES.items():
     _large, _small = f"...{_after}", f"...{_before}"
     _space = _before + _after
     _pads = f"reflection_pad{_count}d replication_pad{_count}d"
-    rule(
-        f"{_pads} {_RESIZES[_count]}",
-        f"{_small}->{_large}",
-        linear="a",
-        whole=_space,
-        specialize=or_zeros,
-    )
+    for _names, _shape in ((_pads, None), (_RESIZES[_count], resized)):
+        rule(_names, f"{_small}->{_large}", linear="a", whole=_space, specialize=or_zeros, shape=_shape)
     rule(
         _backward(_pads),
         f"{_large},{_small}->{_small}",
@@ -74,6 +70,7 @@ for _count, (_before, _after) in {2: ("pq", "xy"), 3: ("pqr", "xyz")}.items():
         whole=f"{_before}d",
         slices="*",
         specialize=or_zeros,
+        shape=sampled,
     )
     rule(
         f"grid_sampler_{_count}d_backward",

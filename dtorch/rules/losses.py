@@ -10,6 +10,7 @@ from typing import Any
 from dtorch import shapes
 from dtorch.meshes import layout_record
 from dtorch.op_plan import OpPlan
+from dtorch.rules import nn_shapes
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import Binder, EquationRule, Specialize, full_names, rule
 from dtorch.rules.empty import all_arguments, on_pieces
@@ -54,6 +55,7 @@ rule(
     reduce="sum",
     slices="*",
     specialize=_mean_over(_num_elements),
+    shape=nn_shapes.pair_loss,
 )
 rule(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
@@ -62,6 +64,7 @@ rule(
     linear="a",
     slices="*",
     specialize=_mean_over(_num_elements),
+    shape=nn_shapes.pair_loss_backward,
 )
 
 
@@ -97,9 +100,9 @@ def _nll_of_pieces(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
     return other_op(call, matched, metas, "dtorch::nll_loss_shard", [*args, starts])
 
 
-register(
-    full_names("nll_loss_forward nll_loss2d_forward"), EquationRule(_bind_nll, specialize=_nll_of_pieces)
-)
+_NLLS = full_names("nll_loss_forward nll_loss2d_forward")
+register(_NLLS, EquationRule(_bind_nll, specialize=_nll_of_pieces))
+register_shape(_NLLS, nn_shapes.nll)
 
 
 def _nll_backward(call: Call) -> str:
@@ -122,7 +125,9 @@ def _bind_nll_backward(call: Call) -> Equation | None:
     return replace(equation, inputs=inputs)
 
 
-register(full_names("nll_loss_backward nll_loss2d_backward"), EquationRule(_bind_nll_backward))
+_NLL_BACKWARDS = full_names("nll_loss_backward nll_loss2d_backward")
+register(_NLL_BACKWARDS, EquationRule(_bind_nll_backward))
+register_shape(_NLL_BACKWARDS, nn_shapes.likes("self"))
 
 
 # ------------------------------------------------------------------------------------------------- margins

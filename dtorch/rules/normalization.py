@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from dtorch.op_plan import OpPlan
-from dtorch.rules import explain
+from dtorch.rules import explain, nn_shapes
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import Binder, EquationRule, full_names, rule
 from dtorch.rules.empty import on_pieces, or_zeros
 from dtorch.rules.equation import Matched, dim_cuts, nested_cuts, signatures
 from dtorch.rules.registry import register
-from dtorch.shapes import Metas, TensorMeta, is_contiguous, run_on_meta
+from dtorch.shapes import Metas, TensorMeta, is_contiguous, register_shape, run_on_meta
 from dtorch.spec import contiguous_stride
 
 # ------------------------------------------------------------------------------------------------- layers
@@ -68,7 +68,14 @@ def _layer_norm_shape(call: Call) -> Metas | None:
 
 
 rule("native_layer_norm", _layer_norm, whole=_norm_dims, shape=_layer_norm_shape)
-rule("native_layer_norm_backward", _layer_norm_backward, linear="a", whole=_norm_dims, slices="*")
+rule(
+    "native_layer_norm_backward",
+    _layer_norm_backward,
+    linear="a",
+    whole=_norm_dims,
+    slices="*",
+    shape=nn_shapes.likes("input", "weight", "bias"),
+)
 rule("_fused_rms_norm", _rms_norm, whole=_norm_dims)
 
 
@@ -137,6 +144,8 @@ register(
     full_names("native_group_norm_backward"),
     EquationRule(_GROUPS_BACKWARD, specialize=_groups_of_piece_backward),
 )
+register_shape(full_names("native_group_norm"), nn_shapes.group_norm)
+register_shape(full_names("native_group_norm_backward"), nn_shapes.likes("input", "weight", "weight"))
 
 
 # ------------------------------------------------------------------------------------------------- batches
@@ -179,6 +188,8 @@ def _batch_whole(call: Call) -> Sequence[str]:
 def _batch_norm_shape(call: Call) -> Metas | None:
     """Meta kernels save statistics without training, as CUDA does; a CPU does not."""
     assert call.mesh is not None
+    if _is_training(call) and len(call.op.returns) == 3:
+        return nn_shapes.batch_norm_in_training(call)
     if _is_training(call) or call.mesh.device_type != "cpu":
         return None
     result, mean, deviation, *reserve = run_on_meta(call)
@@ -208,4 +219,5 @@ rule(
     whole=_batch_whole,
     slices="*",
     specialize=or_zeros,
+    shape=nn_shapes.likes("input", "weight", "weight"),
 )

@@ -18,10 +18,13 @@ from dtorch_runtime.ir.placement import Replicate
 from tests.numerics.more_samples import MORE
 from tests.numerics.samples import ALL
 from tests.numerics.samples_linalg import LINALG
+from tests.numerics.samples_losses import LOSSES
+from tests.numerics.samples_nn import NN_SAMPLES
 from tests.numerics.samples_statistics import STATISTICS
 from tests.support.rule_checks import Sample, replace_tensors, tensors_of
 
 aten = torch.ops.aten
+EVERY = [*ALL, *NN_SAMPLES, *LOSSES]
 LAYOUT = Layout(DeviceMesh("cpu", [0]), (Replicate(),))
 #: Composite ops, which have no meta kernel of their own; and those whose strides we define.
 OWN_STRIDES = {"aten::scaled_dot_product_attention"}
