@@ -381,6 +381,21 @@ def _reads_what_it_writes(t: Any) -> Any:
     return t, other
 
 
+def _copies_and_views(t: Any) -> Any:
+    """What can be a view again is decided by the strides in the memory of the base."""
+    part = t[:, 1:][2:4]
+    copied, viewed = part.flatten(0), part.unflatten(1, (5, 1)).view(2, 5)
+    t[torch.tensor([1, 3, 0], device=t.device)] = 2
+    assert part.stride() == viewed.stride() == (6, 1)
+    viewed.add_(1)
+    return copied * 1, viewed * 1, t * 1
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_copies_stay_copies_and_views_stay_views(mesh: DeviceMesh, placement: Any) -> None:
+    check_program(mesh, _copies_and_views, [(placement,)], A)
+
+
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
 def test_ops_that_read_what_they_write(mesh: DeviceMesh, placement: Any) -> None:
     check_program(mesh, _reads_what_it_writes, [(placement,)], A)
