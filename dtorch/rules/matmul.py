@@ -12,8 +12,8 @@ rule("dot vdot", "k,k->", linear="a*b", shape="letters")
 rule("addmm", "?mn,mk,kn->mn", linear="a+b*c", lifts=True, shape="letters")
 rule("baddbmm", "?bmn,bmk,bkn->bmn", linear="a+b*c", lifts=True, shape="letters")
 rule("addmv", "?m,mk,k->m", linear="a+b*c", lifts=True, shape="letters")
-# torch adds product after product: cutting both sums would round each product, which shows in large ones.
-rule("addbmm", "?mn,bmk,bkn->mn", whole="k", linear="a+b*c", lifts=True, shape="letters")
+# The sum goes over two dims, and its order shows in its rounding: who wants terms of it writes bmm(...).sum(0).
+rule("addbmm", "?mn,bmk,bkn->mn", whole="bk", linear="a+b*c", lifts=True, shape="letters")
 rule("addr", "?mn,m,n->mn", linear="a+b*c", lifts=True)
 rule("linear", "...k,nk,n->...n", linear="a*b+c", lifts=True, shape="letters")
 
