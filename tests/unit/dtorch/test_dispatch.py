@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dtorch
+from dtorch import entries
 from dtorch_runtime.ir.placement import Partial, Replicate, Shard
 from dtorch_runtime.testing.wait import wait_until
 from dtorch_runtime.wire.messages import Fetch, Upload
@@ -385,18 +386,16 @@ def test_an_op_that_is_refused_in_backward_raises_from_backward(controller: Cont
 def test_an_aten_op_that_is_refused_in_backward_does_not_end_the_process(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dtorch.dispatch as dispatch_module
-
     x = dtorch.ones(3, requires_grad=True)
     y = x.sinh().sum()
-    propagate = dispatch_module.propagate
+    propagate = entries.propagate
 
     def refuse(func: Any, args: Any, kwargs: Any, **options: Any) -> Any:
         if func is torch.ops.aten.cosh.default:
             raise dtorch.PlacementError("cosh is refused")
         return propagate(func, args, kwargs, **options)
 
-    monkeypatch.setattr(dispatch_module, "propagate", refuse)
+    monkeypatch.setattr(entries, "propagate", refuse)
     with pytest.raises(dtorch.PlacementError, match="cosh is refused"):
         y.backward()
     z = (x * x).sum()

@@ -57,6 +57,7 @@ _SAMPLES = {
     "aten::triu.default": (T, 1),
     "aten::unsqueeze.default": (T, 1),
     "aten::view.default": (T, [3, 2]),
+    "aten::view_as_real.default": (torch.complex(T, -T),),
     "aten::where.self": (B, T, -T),
 }
 _WITH_NUMBER = ("eq.Scalar", "ge.Scalar", "gt.Scalar", "le.Scalar", "lt.Scalar", "ne.Scalar")
