@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +50,7 @@ class Entry:
         "stride",
         "template",
         "view_offset_bytes",
+        "windows",
     )
 
     def __init__(self, plan: OpPlan, template: int, func: Any, default_dtype: torch.dtype | None) -> None:
@@ -79,6 +79,11 @@ class Entry:
         self.is_simple = is_simple and window is None
         #: The same for a view of its only input, whose handle has to say where in memory it is.
         self.is_view = window is not None and len(plan.layouts) == 1 and not window.is_absolute
+        #: Where each value that it makes lies in memory, with the offset in bytes; empty when none is a view.
+        windows: list[tuple[Window, int] | None] = [
+            None if o.window is None else (o.window, o.window.offset * o.spec.dtype.itemsize) for o in new
+        ]
+        self.windows = windows if any(windows) else []
         #: Whether its place in memory does not depend on that of the input: ``as_strided`` with an offset.
         self.is_absolute_view = window is not None and window.is_absolute
         if is_simple:
@@ -243,17 +248,16 @@ def _handles(
     entry: Entry, graph: Graph, tensors: Sequence[Any], ids: list[int], location: int
 ) -> list[Handle]:
     """A handle for each value that the op makes; those of views know whose memory they share."""
+    if not entry.windows:
+        return [Handle(graph, value_id, entry, location) for value_id in ids]
     handles: list[Handle] = []
-    made = [output for output in entry.plan.outputs if isinstance(output, NewOutput | LaterOutput)]
-    for value_id, output in zip_longest(ids, made):
-        if not isinstance(output, NewOutput) or output.window is None:
+    for value_id, found in zip(ids, entry.windows, strict=True):
+        if found is None:
             handles.append(Handle(graph, value_id, entry, location))
             continue
-        window = output.window
+        window, offset_bytes = found
         source: Handle = tensors[window.index]._handle
-        start = window.offset * output.spec.dtype.itemsize
-        if not window.is_absolute:
-            start += source.offset_bytes
+        start = offset_bytes if window.is_absolute else offset_bytes + source.offset_bytes
         handles.append(ViewHandle(graph, value_id, entry, location, source.root, start))
     return handles
 
