@@ -91,7 +91,7 @@ class Run:
         if refused is None and expected is not None:
             self._check_late_refusal(line, expected)
             raise Ended
-        self._has_short_floats |= "float32" in line
+        self._has_short_floats |= any(value.dtype is torch.float32 for value in _tensors(self.plain).values())
         return refused is None
 
     def _check_late_refusal(self, line: str, expected: Exception) -> None:
