@@ -61,11 +61,12 @@ def report(name: str, rows: list[Row]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-{name}.json"
-    path.write_text(json.dumps(_environment() | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    path.write_text(json.dumps(environment() | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     print(f"written: {path.relative_to(RESULTS.parent.parent)}")
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """What a result depends on beside the code: when, how, where and with which versions it came about."""
     packages = ("torch", "pyzmq", "msgspec", "transformers")
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import environment
 from tests.numerics.opinfo.driver import Result
 from tests.numerics.opinfo.entries import Run, entries
 from tests.numerics.opinfo.known import load_known
-from tests.numerics.opinfo.report import EntryRow, describe, row_of, summary, table, to_json
+from tests.numerics.opinfo.report import EntryRow, describe, row_of, summary, table
 
 _DTYPES = ("bool", "int64", "bfloat16", "complex64")
 #: For 5,000 checks on the grid, entries with fewer combinations counted.
@@ -34,7 +35,7 @@ SUITE = (
 
 def run_suite(measure: Callable[[Run, Sequence[str]], dict[str, Result]], out: Path | None) -> int:
     """Run everything and print a table; 1 when an entry fails that is not known to, or a known one does not."""
-    known = load_known()
+    known, began = load_known(), environment()
     found: list[tuple[Run, list[EntryRow]]] = []
     for run in SUITE:
         results = measure(run, list(entries(run)))
@@ -42,7 +43,8 @@ def run_suite(measure: Callable[[Run, Sequence[str]], dict[str, Result]], out: P
         print(table(rows, run), flush=True)
         found.append((run, rows))
         if out is not None:  # after each: a run of everything is long
-            out.write_text(json.dumps([to_json(*reversed(pair)) for pair in found], indent=1) + "\n")
+            runs = [_figures(*pair) for pair in found]
+            out.write_text(json.dumps(began | {"runs": runs}, indent=1) + "\n")
     print(_overview(found))
     failing = {row.entry for _, rows in found for row in rows if row.failures}
     unknown, healed = sorted(failing - known.keys()), sorted(known.keys() - failing)
@@ -51,6 +53,18 @@ def run_suite(measure: Callable[[Run, Sequence[str]], dict[str, Result]], out: P
     if healed:
         print(f"no longer failing, to be taken from known.toml: {', '.join(healed)}")
     return int(bool(unknown or healed))
+
+
+def _figures(run: Run, rows: Sequence[EntryRow]) -> dict[str, Any]:
+    """Of one run, for a file that people compare with an earlier one."""
+    return {
+        "run": describe(run),
+        "figures": summary(rows),
+        "failing": {row.entry: row.first_failure for row in rows if row.failures},
+        "no sharded check without communication": [
+            row.entry for row in rows if row.num_sharded and not row.num_sharded_silent
+        ],
+    }
 
 
 _COLUMNS = {

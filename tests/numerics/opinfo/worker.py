@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -55,22 +55,18 @@ def check_entry(
         yield number, describe(placements), is_sharded, outcome
 
 
-def glance(entry: Any, name: str, run: Run, checkers: Sequence[Checker]) -> tuple[str, list[Outcome]] | None:
-    """One check of an entry by each of ``checkers``, drawn for the entry: its placements, and what became of it.
-
-    None where no sample serves.
-    """
+def glance(entry: Any, name: str, run: Run, checker: Checker) -> tuple[str, Outcome] | None:
+    """One check of an entry, drawn for it: its placements, and what became of it. None where no sample serves."""
     for given, placements in one_of(entry, run, name):
         pair = reference_of(entry, given, run.with_grad)
         if pair is not None:
             sample, reference = pair
             if is_random(entry, sample, reference):
-                own = _alone(checkers[0], entry, sample, reference)
+                own = _alone(checker, entry, sample, reference)
                 if isinstance(own, Outcome):
-                    return describe(placements), [own]
+                    return describe(placements), own
                 reference = own
-            outcomes = [checker.check(entry, sample, reference, placements) for checker in checkers]
-            return describe(placements), outcomes
+            return describe(placements), checker.check(entry, sample, reference, placements)
     return None
 
 
