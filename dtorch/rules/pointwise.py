@@ -23,7 +23,7 @@ from dtorch.spec import Spec, contiguous_stride
 #: The dtype of the result: promoted; promoted, then floating; promoted, then real; bool; or that of the first tensor.
 ResultKind: TypeAlias = Literal["promoted", "floating", "real", "bool", "first"]
 #: Parameters whose numbers take part in the promotion of dtypes.
-_NUMBERS = ("other", "exponent", "min", "max")
+_NUMBERS = ("other", "exponent", "min", "max", "scale")
 
 
 def pointwise(
@@ -156,7 +156,7 @@ pointwise(
     linear="a",
 )
 # aten::native_dropout_backward(grad_output, mask, scale): the mask chooses
-pointwise("native_dropout_backward", linear="a", result="first")
+pointwise("native_dropout_backward", linear="a")
 
 
 # ------------------------------------------------------------------------------------------------- copies
