@@ -19,16 +19,15 @@ all tensors of a list have the same letters.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from dtorch import shapes
-from dtorch.op_plan import NewOutput, OpPlan
+from dtorch.op_plan import OpPlan
 from dtorch.rules import explain
-from dtorch.rules.call import ArgumentEncoder, Call, local_shape
+from dtorch.rules.call import Call
 from dtorch.rules.equation import (
     ALL_KINDS,
     LINEAR_KINDS,
@@ -43,13 +42,14 @@ from dtorch.rules.equation import (
     nested_cuts,
     signatures,
 )
+from dtorch.rules.out import functional_call, into_targets, is_out
 from dtorch.rules.registry import register
+from dtorch.rules.unless_empty import unless_empty
 from dtorch.rules.whole import plan_same_op
 from dtorch.shapes import Metas, ShapeFunction, TensorMeta, register_shape
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch_runtime.ir.layout import Layout
-from dtorch_runtime.ir.placement import Partial, ReduceOp, Replicate
-from dtorch_runtime.wire.records import ListArg
+from dtorch_runtime.ir.placement import Partial, ReduceOp
 
 #: A notation, or what writes it for a call (because of its ``dim`` argument, say).
 Notation: TypeAlias = "str | Callable[[Call], str]"
@@ -87,6 +87,10 @@ class EquationRule:
         except Mismatch as mismatch:
             raise explain.mismatch(call, equation, mismatch) from None
         check_written_placements(call, equation, matched, out_shapes)
+        if is_out(call.op) and (self.specialize or self._refuses_a_piece(call, equation, matched)):
+            copied = self._copied_to_targets(call)
+            if copied is not None:
+                return copied
         if matched.conversions and not call.op.writes:
             metas = _after_conversions(call, matched, metas)
         plan = self.specialize(call, matched, metas) if self.specialize is not None else None
@@ -96,6 +100,14 @@ class EquationRule:
                 call, metas, matched.outputs, conversions=matched.conversions, replace=replace
             )
         return unless_empty(call, matched, plan) if self._refuses_a_piece(call, equation, matched) else plan
+
+    def _copied_to_targets(self, call: Call) -> OpPlan | None:
+        """The plan of a call with ``out=`` when another kernel makes its pieces; None when the op itself does."""
+        functional = functional_call(call)
+        if functional is None:
+            raise explain.no_rule(call)
+        plan = self.plan(functional)
+        return None if plan.op == functional.op.name else into_targets(call, plan)
 
     def _refuses_a_piece(self, call: Call, equation: Equation, matched: Matched) -> bool:
         """Whether the kernel needs an element, and some device has none: the largest of no elements does not exist."""
@@ -187,39 +199,6 @@ def same_pieces(shape: tuple[int, ...], a: Layout, b: Layout) -> bool:
         nested_cuts(size, dim_cuts(a, dim)) == nested_cuts(size, dim_cuts(b, dim))
         for dim, size in enumerate(shape)
     )
-
-
-def unless_empty(call: Call, matched: Matched, plan: OpPlan) -> OpPlan:
-    """The same plan, where a device without elements gives what changes nothing: 0 to a sum, -inf to a maximum.
-
-    Raises:
-        PlacementError: a result is whole on a device that holds no element to compute it from.
-    """
-    specs = [output.spec for output in plan.outputs if isinstance(output, NewOutput)]
-    for axis, letter in enumerate(matched.letters):
-        if letter is not None and any(_is_whole(spec, axis) for spec in specs):
-            raise explain.refused(call, "some device would hold no element, and the op needs one", [])
-    encode = ArgumentEncoder().encode
-    return dataclasses.replace(
-        plan,
-        op="dtorch::unless_empty",
-        args=(
-            plan.op,
-            ListArg(list(plan.args)),
-            ListArg([local_shape(spec.shape, spec.layout) for spec in specs]),
-            ListArg([encode(spec.dtype) for spec in specs]),
-            ListArg([_kept_kind(spec.layout) for spec in specs]),
-        ),
-    )
-
-
-def _is_whole(spec: Spec, axis: int) -> bool:
-    return 0 not in spec.shape and isinstance(spec.layout.placements[axis], Replicate)
-
-
-def _kept_kind(layout: Layout) -> ReduceOp:
-    """The kind of the terms of a result; of one that is not partial the pieces are empty, and any kind will do."""
-    return next((p.op for p in layout.placements if isinstance(p, Partial)), "sum")
 
 
 _EMPTY_IS_FINE = frozenset({"aten::any", "aten::all"})

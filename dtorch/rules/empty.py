@@ -6,9 +6,10 @@ from typing import Any
 
 from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call
-from dtorch.rules.dsl import Localize, unless_empty
+from dtorch.rules.dsl import Localize
 from dtorch.rules.equation import Matched, has_empty_piece
 from dtorch.rules.reduce import other_op
+from dtorch.rules.unless_empty import unless_empty
 from dtorch.shapes import Metas
 
 

@@ -22,18 +22,20 @@ def unless_empty(
     shapes: list[list[int]],
     dtypes: list[torch.dtype],
     kinds: list[str],
+    num_without: int,
     **kwargs: Any,
 ) -> Any:
-    """What ``operator`` gives; where some tensor has no elements, results that change nothing when reduced.
+    """What ``operator`` gives; where some piece has no elements, results that change nothing when reduced.
 
     For kernels that refuse tensors without elements, as the largest of none does not exist.
 
     Args:
         shapes, dtypes: of the local results.
         kinds: how each result is reduced over devices.
+        num_without: how many of the tensors have no elements on any device.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    if all(tensor.numel() for tensor in tensors):
+    if sum(not tensor.numel() for tensor in tensors) == num_without:
         found = find_kernel(operator)
         result = found.function(*args, **kwargs)
         return result if len(shapes) == 1 else list(found.spread(result, len(shapes)))
@@ -52,6 +54,17 @@ def _least_change(kind: str, dtype: torch.dtype) -> float:
     if dtype is torch.bool:
         return value > 0
     return torch.iinfo(dtype).max if value > 0 else torch.iinfo(dtype).min
+
+
+@kernel("copied_to")
+def copied_to(targets: list[torch.Tensor], operator: str, args: list[Any], **kwargs: Any) -> None:
+    """What ``operator`` gives, copied into the tensors that ``out=`` names: local pieces with the same placements."""
+    found = find_kernel(operator)
+    result = found.function(*args, **kwargs)
+    results = [result] if isinstance(result, torch.Tensor) else found.spread(result, len(targets))
+    for target, made in zip(targets, results, strict=True):
+        if made is not None:
+            target.copy_(made)
 
 
 @kernel("along_diagonal")

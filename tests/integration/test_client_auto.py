@@ -70,6 +70,17 @@ def _out(a: Any, b: Any) -> Any:
     return a, target
 
 
+def _out_of_other_kernels(a: Any, b: Any) -> Any:
+    rows, number = torch.zeros_like(a[0]), torch.zeros_like(b[0, 0])
+    torch.mean(a, 0, out=rows)
+    torch.ops.aten.mse_loss.out(a, b, out=number)
+    triangle = torch.tril(a, -1, out=torch.zeros_like(b))
+    looked_up = torch.ops.aten.embedding.out(
+        a, torch.ones_like(b[0]).long(), out=torch.zeros_like(b[[0] * 6])
+    )
+    return rows, number, triangle, looked_up
+
+
 FUNCTIONS: list[Callable[[Any, Any], Any]] = [
     lambda a, b: a + b,
     lambda a, b: (a @ b.t()).relu(),
@@ -83,6 +94,7 @@ FUNCTIONS: list[Callable[[Any, Any], Any]] = [
     lambda a, b: F.pad(a, (1, 2, 1, 0)).sum(0)[:6] / (b.var() + 1),
     _in_place,
     _out,
+    _out_of_other_kernels,
 ]
 
 
