@@ -21,7 +21,7 @@ export PROMPT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-ops check format bench clean
+.PHONY: help demo test test-all test-ops operators check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-all: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, the slow ones too
 test-ops: $(STAMPS)/dev  ## run PyTorch's operator database on every placement, an hour on two cores; ARGS="--jobs 4"
 	$(PY) -m tests.numerics.opinfo --all $(ARGS)
 	$(PY) -m tests.numerics.programs
+
+operators: $(STAMPS)/dev  ## write docs/operators.md anew from the rules
+	$(PY) -m tests.numerics.operators
 
 check: $(STAMPS)/dev  ## static checks: lint, format, strict types, import direction
 	$(VENV)/bin/ruff check $(wildcard $(SOURCES))

@@ -78,7 +78,7 @@ class ForeachRule:
     def signatures(self, call: Call) -> list[str]:
         """Those of the first position."""
         indices = _at(call, 0)
-        return [str(s.inputs) for s in signatures(self._equation(call, indices))]
+        return _shown(call, indices, self._equation(call, indices))
 
 
 def _has_number(call: Call) -> bool:
@@ -102,12 +102,17 @@ def _at(call: Call, position: int) -> list[int]:
     return found
 
 
+def _shown(call: Call, indices: list[int], equation: Equation) -> list[str]:
+    names = [explain.input_names(call)[i] for i in indices]
+    return [explain.show_codes(names, s) for s in signatures(equation)]
+
+
 def _refused(
     call: Call, position: int, indices: list[int], equation: Equation, mismatch: Mismatch
 ) -> Exception:
     names = [explain.input_names(call)[i] for i in indices]
     inputs = [call.inputs[i] for i in indices]
-    shown = [explain.show_codes(names, s) for s in signatures(equation)]
+    shown = _shown(call, indices, equation)
     fix = explain.fix_of(names, inputs, equation, mismatch.axis)
     reason = mismatch.reason.format(*names)
     return explain.refused(call, f"at position {position} of the lists, {reason}", shown, fix, indices)

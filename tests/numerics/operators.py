@@ -13,6 +13,7 @@ from dtorch.rules.dsl import EquationRule
 from dtorch.rules.explain import input_names
 from dtorch.rules.registry import Rule, registered
 from dtorch.rules.tables import find_rule
+from dtorch.rules.view import ViewRule
 from dtorch.spec import intern_spec
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -43,7 +44,7 @@ sizes: the listed ones are those of an example.
 def page() -> str:
     """The text of docs/operators.md."""
     lines = [_HEAD, "| op | inputs | signatures | automatic |", "| --- | --- | --- | --- |"]
-    lines += [row for _, row in sorted(_rows())]
+    lines += [row for _, row in sorted(_rows(), key=lambda row: row[0].lstrip("_"))]
     return "\n".join(lines) + "\n"
 
 
@@ -84,6 +85,8 @@ def _inputs(call: Call) -> str:
 
 
 def _signatures(rule: Rule, call: Call) -> str:
+    if isinstance(rule, ViewRule):
+        return "S(d) → S(e), where d leads the dims that become e, and no cut falls inside an element of e; P(*) → P(*)"
     shown = list(dict.fromkeys(_merged(map(_bare, rule.signatures(call)))))
     more = len(shown) - _MAX_SIGNATURES
     return "; ".join(shown[:_MAX_SIGNATURES]) + (f"; and {more} more" if more > 0 else "")
@@ -118,8 +121,8 @@ def _automatic(rule: Rule, call: Call) -> str:
     names = input_names(call)
     found = []
     for word, chosen in (("sliced", equation.slices), ("moved", equation.converts)):
-        if chosen:
-            found.append(f"{word}: {', '.join(names[i] for i in sorted(chosen))}")
+        if chosen - equation.fixed:
+            found.append(f"{word}: {', '.join(names[i] for i in sorted(chosen - equation.fixed))}")
     if equation.lifts:
         found.append("lifted")
     return "; ".join(found)
