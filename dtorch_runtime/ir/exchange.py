@@ -185,7 +185,7 @@ def exchange(
     held = _by_kept_and_box(source, axes.kept[0], axes.terms[0])
     wanted = _by_kept_and_box(target, axes.kept[1], axes.terms[1])
     pieces: dict[int, list[Piece]] = {device: [] for device in target.mesh.devices}
-    givers = _Givers(node_of)
+    givers = _Givers(node_of, source.mesh if {*source.mesh.devices} == {*target.mesh.devices} else None)
     for kept, boxes in wanted.items():
         for box, takers in boxes.items():
             loads = dict.fromkeys(takers, 0)
@@ -247,23 +247,38 @@ def _assign(
 
 
 class _Givers:
-    """Decides which of several devices that hold the same bits gives them: none much more than others."""
+    """Decides which of several devices that hold the same bits gives them: none much more than others.
 
-    def __init__(self, node_of: Mapping[int, str]) -> None:
+    Args:
+        mesh: of the source where all its devices take: each is then served from its own row first, which is as
+            even, and keeps rows that need nothing of each other apart (a failure in one does not reach the other).
+    """
+
+    def __init__(self, node_of: Mapping[int, str], mesh: DeviceMesh | None) -> None:
         self._node_of = node_of
+        self._mesh = mesh
         self._given: dict[int, int] = defaultdict(int)
 
     def choose(self, devices: Sequence[int], device: int, size: int) -> int:
-        """The giver of ``size`` elements to ``device``: itself, its own node, then who has given least."""
+        """The giver of ``size`` elements to ``device``: itself, its own node, its own row, who has given least."""
         if device in devices:
             return device
         chosen = devices[0]
         if len(devices) > 1:
             node = self._node_of.get(device)
             near = [d for d in devices if self._node_of.get(d) == node] or devices
-            chosen = min(near, key=self._given.__getitem__)
+            chosen = min(near, key=lambda giver: (-self._num_shared(giver, device), self._given[giver]))
         self._given[chosen] += size
         return chosen
+
+    def _num_shared(self, one: int, other: int) -> int:
+        """Along how many axes two devices have the same coordinate."""
+        if self._mesh is None:
+            return 0
+        a, b = self._mesh.coordinate(one), self._mesh.coordinate(other)
+        assert a is not None
+        assert b is not None
+        return sum(i == j for i, j in zip(a, b, strict=True))
 
 
 #: What a term is where it contributes nothing. An average has no such value.
