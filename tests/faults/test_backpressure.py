@@ -17,7 +17,7 @@ def test_ops_behind_a_slow_one_wait_for_credit() -> None:
     try:
         mesh = dtorch.DeviceMesh("cpu", [0, 1])
         one = dtorch.ones((1,), device_mesh=mesh)
-        (one + one).to_torch()
+        (one + dtorch.rand((1,), device_mesh=mesh)).to_torch()  # loads what random numbers need
         agent, client = psutil.Process(cluster.nodes[0].pid), psutil.Process()
         before = [process.memory_info().rss for process in (agent, client)]
         slow = dtorch.rand((1500, 1500), device_mesh=mesh)
