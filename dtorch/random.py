@@ -38,8 +38,15 @@ def manual_seed(seed: int) -> torch.Generator:
     """Seed DTorch's and torch's own generators; the same as ``torch.manual_seed``.
 
     The same seed gives the same numbers on every mesh and with every placement.
+
+    Raises:
+        TypeError: the seed is no number.
     """
-    return torch.manual_seed(seed)
+    try:
+        number = int(seed)
+    except (TypeError, ValueError):
+        raise TypeError(f"manual_seed takes an integer, got {seed!r}; write dtorch.manual_seed(0)") from None
+    return torch.manual_seed(number)
 
 
 def get_rng_state() -> torch.Tensor:

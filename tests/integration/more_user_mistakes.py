@@ -55,6 +55,11 @@ MIXED = [
 
 DATA = [
     Mistake(
+        "a seed that is no number",
+        lambda: dtorch.manual_seed("x"),  # type: ignore[arg-type]
+        *(TypeError, "got 'x'", "an integer", "dtorch.manual_seed(0)"),
+    ),
+    Mistake(
         "a list",
         lambda: dtorch.from_torch([1]),
         TypeError,
