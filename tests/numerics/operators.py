@@ -43,8 +43,11 @@ sizes: the listed ones are those of an example.
 
 def page() -> str:
     """The text of docs/operators.md."""
-    lines = [_HEAD, "| op | inputs | signatures | automatic |", "| --- | --- | --- | --- |"]
-    lines += [row for _, row in sorted(_rows(), key=lambda row: row[0].lstrip("_"))]
+    alike: dict[str, list[str]] = {}
+    for op, row in sorted(_rows(), key=lambda found: found[0].lstrip("_")):
+        alike.setdefault(row, []).append(f"`{op}`")
+    lines = [_HEAD, "| ops | inputs | signatures | automatic |", "| --- | --- | --- | --- |"]
+    lines += [f"| {' '.join(ops)} | {row} |" for row, ops in alike.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -59,10 +62,10 @@ def _rows() -> Iterator[tuple[str, str]]:
             call = _call(max(mine, key=lambda s: sum(t.ndim for t in tensors_of((s.make(), s.kwargs)))))
             yield (
                 short,
-                f"| `{short}` | {_inputs(call)} | {_signatures(rule, call)} | {_automatic(rule, call)} |",
+                f"{_inputs(call)} | {_signatures(rule, call)} | {_automatic(rule, call)}",
             )
         else:
-            yield short, f"| `{short}` | | drawn for any placement | |"
+            yield short, "| drawn for any placement |"
 
 
 def _answers(name: str, sample: Sample) -> bool:
