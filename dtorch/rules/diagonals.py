@@ -3,8 +3,6 @@ the whole by as much as they start later in rows than in columns."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from dtorch.meshes import layout_record
 from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call, local_shape
@@ -12,7 +10,7 @@ from dtorch.rules.dsl import EquationRule, full_names, rule
 from dtorch.rules.equation import Dims, Equation, Matched
 from dtorch.rules.reduce import other_op
 from dtorch.rules.registry import register
-from dtorch.rules.view import letters
+from dtorch.rules.view import letters, local_input_sizes
 from dtorch.shapes import Metas, TensorMeta, register_shape, result_type
 from dtorch.spec import contiguous_stride
 from dtorch_runtime.ir.layout import Layout
@@ -108,12 +106,6 @@ def _of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
     return other_op(call, matched, metas, "dtorch::along_diagonal", [name, args, at, *starts])
 
 
-def _local_input_sizes(call: Call, matched: Matched, metas: Metas) -> dict[str, Any]:
-    (meta,) = metas
-    assert isinstance(meta, TensorMeta)
-    return {"input_sizes": local_shape(meta.shape, matched.outputs[0])}
-
-
 def _diagonal_shape(call: Call) -> Metas | None:
     """A view whose steps go along rows and columns at once; a copy lies as it is read."""
     spec = call.inputs[0]
@@ -148,7 +140,7 @@ rule(
     linear="a",
     whole=_whole,
     specialize=_of_piece,
-    localize=_local_input_sizes,
+    localize=local_input_sizes,
     shape=_embedded_shape,
 )
 rule("diag_embed", _give, linear="a", whole=_whole, specialize=_of_piece, shape=_embedded_shape)

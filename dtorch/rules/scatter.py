@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from dtorch.rules.call import Call, local_shape
+from dtorch.rules.call import Call
 from dtorch.rules.dsl import rule
-from dtorch.rules.equation import Matched
-from dtorch.rules.view import LETTERS, dim_of, letters
-from dtorch.shapes import Metas, TensorMeta
-
-
-def _local_input_sizes(call: Call, matched: Matched, metas: Metas) -> dict[str, Any]:
-    """The size of what a view was taken of is global."""
-    (meta,) = metas
-    assert isinstance(meta, TensorMeta)
-    return {"input_sizes": local_shape(meta.shape, matched.outputs[0])}
-
+from dtorch.rules.view import LETTERS, dim_of, letters, local_input_sizes
 
 # ------------------------------------------------------------------------------------------------- into a copy
 
@@ -54,7 +42,7 @@ rule(
     _unfold_backward,
     linear="a",
     whole=lambda call: "Z" + LETTERS[call.get("dim") % len(call.get("input_sizes"))],
-    localize=_local_input_sizes,
+    localize=local_input_sizes,
 )
 
 

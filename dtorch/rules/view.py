@@ -261,7 +261,8 @@ rule(
 # Derivatives: the size of what was cut from is global
 
 
-def _local_input_sizes(call: Call, matched: Matched, metas: Metas) -> dict[str, Any]:
+def local_input_sizes(call: Call, matched: Matched, metas: Metas) -> dict[str, Any]:
+    """The size of what a view was taken of is global."""
     (meta,) = metas
     assert isinstance(meta, TensorMeta)
     return {"input_sizes": local_shape(meta.shape, matched.outputs[0])}
@@ -279,9 +280,9 @@ rule(
     _select_backward,
     linear="a",
     whole=lambda call: LETTERS[call.get("dim") % len(call.get("input_sizes"))],
-    localize=_local_input_sizes,
+    localize=local_input_sizes,
 )
-rule("slice_backward", _same, linear="a", whole=_that_dim, localize=_local_input_sizes)
+rule("slice_backward", _same, linear="a", whole=_that_dim, localize=local_input_sizes)
 
 
 # ------------------------------------------------------------------------------------------------- joining
