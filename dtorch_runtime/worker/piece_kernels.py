@@ -27,7 +27,8 @@ def unless_empty(
 ) -> Any:
     """What ``operator`` gives; where some piece has no elements, results that change nothing when reduced.
 
-    For kernels that refuse tensors without elements, as the largest of none does not exist.
+    For kernels that refuse tensors without elements, as the largest of none does not exist. Results without elements
+    need no kernel: it may refuse a piece of an input that has no elements as a whole, too.
 
     Args:
         shapes, dtypes: of the local results.
@@ -35,7 +36,8 @@ def unless_empty(
         num_without: how many of the tensors have no elements on any device.
     """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    if sum(not tensor.numel() for tensor in tensors) == num_without:
+    has_results = any(0 not in shape for shape in shapes)
+    if has_results and sum(not tensor.numel() for tensor in tensors) == num_without:
         found = find_kernel(operator)
         result = found.function(*args, **kwargs)
         return result if len(shapes) == 1 else list(found.spread(result, len(shapes)))

@@ -169,6 +169,7 @@ REDUCE = [
     call(aten.prod.dim_int, real(4, 5), 0),
     call(aten.amax.default, real(4, 5), [0]),
     call(aten.amin.default, real(4, 5), [1], True),
+    call(aten.amin.default, real(0, 4, 1), [2], name="amin of nothing"),
     call(aten.max.default, real(4, 5)),
     call(aten.any.default, mask(4, 5)),
     call(aten.all.dim, mask(4, 5), 1),
