@@ -70,6 +70,16 @@ def test_what_strict_mode_refuses_is_left_out_on_both_sides() -> None:
     assert Run((2,), "auto").step("v0 = make(1, (4,), torch.float64, [Partial('sum')], False).exp_()")
 
 
+def test_a_failure_that_no_value_shows_is_found() -> None:
+    started = Run((2,), "strict")
+    assert started.step("v0 = make(1, (4,), torch.float64, [Replicate()], False)")
+    exec("wrong = v0.index_select(0, v0.new_full((1,), 4, dtype=torch.int64))", started.remote)
+    with pytest.raises(Difference) as difference:
+        started.compare()
+    assert difference.value.kind == "a failure that no value shows"
+    Run((2,), "strict").compare()
+
+
 @pytest.mark.parametrize(
     ("line", "kind"),
     [

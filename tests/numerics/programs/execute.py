@@ -68,6 +68,7 @@ class Run:
         self._mesh = DeviceMesh.from_flat("cpu", mesh_shape, range(math.prod(mesh_shape)))
         self._mode = mode
         self._has_short_floats = False
+        list(unread_failures())  # of the program before this one, which has differed
         self.plain = plain_side()
         self.remote = dtorch_side(self._mesh)
 
@@ -103,6 +104,7 @@ class Run:
                 if isinstance(tensor, dtorch.Tensor):
                     tensor.to_torch(_WAIT_S)
         except RemoteOpError:
+            list(unread_failures())
             return
         raise Difference("does not raise", f"{line}\n{type(expected).__name__}: {expected}") from expected
 
@@ -114,10 +116,10 @@ class Run:
             yield
 
     def compare(self) -> None:
-        """Compare all variables and gradients.
+        """Compare all variables and gradients, and look for failures that none of them shows.
 
         Raises:
-            Difference: they are not the same.
+            Difference: they are not the same, or an op has failed.
         """
         with self._scope():
             pairs = list(self._pairs())
@@ -138,6 +140,8 @@ class Run:
                 raise Difference(
                     "another value", f"{name}: {error}\nfound {found}\nexpected {expected}"
                 ) from error
+        for unread in unread_failures():
+            raise Difference("a failure that no value shows", str(unread)) from unread
 
     def _pairs(self) -> Iterable[tuple[str, torch.Tensor, Any]]:
         remote = _tensors(self.remote)
@@ -172,6 +176,17 @@ def run(program: Program) -> tuple[str, ...]:
         return tuple(taken)
     started.compare()
     return tuple(taken)
+
+
+def unread_failures() -> Iterator[RemoteOpError]:
+    """Wait for every op, and give the failures that no fetched value has shown; they are not told again."""
+    while True:
+        try:
+            dtorch.Graph.default_graph().sync(_WAIT_S)
+        except RemoteOpError as error:
+            yield error
+        else:
+            return
 
 
 def shrink(program: Program, kind: str) -> tuple[Program, Difference]:
