@@ -13,7 +13,7 @@ from dtorch import auto
 from dtorch.auto_issue import AutoEntry, is_entangled, issue_converted, one_by_one
 from dtorch.entries import entry_of, known_auto
 from dtorch.future import TensorFuture
-from dtorch.graph import FREE_BATCH, Graph, Handle
+from dtorch.graph import FREE_BATCH, Graph, Handle, guard_mesh_of
 from dtorch.issue import DEVICE, Entry, issue, issue_view, make_entry, upload
 from dtorch.location import capture, known
 from dtorch.propagate import propagate
@@ -201,8 +201,7 @@ def _dispatch_slowly(
     if is_composite(func):
         return func.decompose(*args, **kwargs)
     if is_custom(func) and known_call is not None:
-        first = known_call[1][0]
-        with first.graph.device_mesh_guard(first.device_mesh):  # for what it makes beside its inputs
+        with guard_mesh_of(known_call[1][0]):  # for what it makes beside its inputs
             return func._op_dk(_EXPLICIT, *args, **kwargs)
     if known_call is None:
         return make(cls, func, args, kwargs, None, location)

@@ -1,22 +1,31 @@
-"""Gets errors of a backward pass to the user.
+"""Gets errors of a backward pass to the user, and lets what a backward pass makes live where its gradients do.
 
 Torch (2.13) gives a device that is written in Python a device guard that asks a Python method for its type. When an op
 fails during a backward pass, the guard asks while the error is on its way through C++, Python refuses to return a
 result beside an error, and the process aborts. So the guard here takes the error out of the way and keeps it, and the
 engine raises it in place of the empty error that is left.
+
+A backward function that is written in Python may make a tensor with ``torch.empty(..., device=grad.device)`` and write
+to it. That names no mesh, and a tensor that is written to cannot follow the others to theirs: somebody else may look
+at it. So it is made on the mesh of the gradients in the first place.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch._C import _ImperativeEngine
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from dtorch import auto
+from dtorch.graph import guard_mesh_of, is_default_mesh
 from dtorch.location import in_backward
 
 #: Errors that were on their way when a guard was asked, the last one last; some were caught elsewhere.
@@ -59,7 +68,31 @@ class Engine(_ImperativeEngine):
             in_backward.remove(thread_id)
 
 
+def _beside_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply`` of the node of a function written in Python, with the mesh of the gradients as the default one.
+
+    Not for a checkpoint: it runs the user's forward again, which must make its tensors where it made them before.
+    """
+
+    @functools.wraps(apply)
+    def run(node: Any, *gradients: Any) -> Any:
+        named = _on_a_named_mesh(gradients)
+        if named is None or getattr(node, "_forward_cls", None) is CheckpointFunction:
+            return apply(node, *gradients)
+        with guard_mesh_of(named):
+            return apply(node, *gradients)
+
+    return run
+
+
+def _on_a_named_mesh(gradients: Iterable[Any]) -> Any:
+    flat = (x for given in gradients for x in (given if isinstance(given, list) else (given,)))
+    return next((x for x in flat if hasattr(x, "_spec") and not is_default_mesh(x.device_mesh)), None)
+
+
 def install() -> DeviceGuard:
     """Make torch use the engine; returns the guard to register, which must be kept alive."""
     torch.autograd.Variable._execution_engine = Engine()
+    for name in ("apply", "apply_boxed"):  # the second takes the gradients in a list
+        setattr(BackwardCFunction, name, _beside_gradients(getattr(BackwardCFunction, name)))
     return DeviceGuard()

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,12 @@ DEFAULT_AXIS = "default"
 def is_default_mesh(mesh: DeviceMesh) -> bool:
     """Whether a tensor is on this mesh only because nobody named one: then it follows those of its ops."""
     return mesh.mesh_dim_names == (DEFAULT_AXIS,)
+
+
+def guard_mesh_of(tensor: Any) -> AbstractContextManager[DeviceMesh]:
+    """Inside, what this thread makes without a mesh lives on that of ``tensor``, whatever graph the tensor is of."""
+    graph: Graph = tensor.graph.session.default_graph()
+    return graph.device_mesh_guard(tensor.device_mesh)
 
 
 #: Numbers of writes, all different.
