@@ -11,6 +11,7 @@ import msgspec
 
 from dtorch_runtime.controller.membership import Node
 from dtorch_runtime.controller.planning import plan_batch, route_of_template
+from dtorch_runtime.ir.body import parse_body
 from dtorch_runtime.ir.graph import GraphError, LogicalGraph, RouteTable, unpack_checked
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import mesh_from_record
@@ -118,6 +119,8 @@ class Session:
     def define_templates(self, records: Iterable[TemplateRecord]) -> None:
         """Raises GraphError for a template that cannot be."""
         for record in records:
+            if record.body is not None:
+                parse_body(record, self.graph.templates)
             route = route_of_template(record, self.meshes, self.node_of_device, self._routes)
             self.graph.define_template(record, route)
 

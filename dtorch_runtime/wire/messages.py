@@ -14,7 +14,7 @@ import msgspec
 from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
 
 #: Raised by one whenever a message changes. Both sides must have the same.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -127,12 +127,25 @@ Arg: TypeAlias = (
 )
 
 
+class BodyRecord(msgspec.Struct, frozen=True, array_like=True):
+    """The ops that one template stands for: an op stream whose ids are numbers of the body's own.
+
+    Values are numbered from 1: the inputs of the template, its outputs, then ``num_inner`` that nobody outside sees.
+    A scalar is the index of one of the template's; its first, at index 0, is not a scalar of any op but the id of
+    the first inner value of this call, so that every call has ids of its own. FREE records name inner values.
+    """
+
+    words: list[int]
+    num_inner: int
+
+
 class TemplateRecord(msgspec.Struct, frozen=True, array_like=True):
     """An op with everything but its value ids.
 
     ``op`` is ``namespace::name.overload`` (``aten::add.Tensor``; ``dtorch::...`` for our own kernels).
     ``mesh_ids`` name the meshes whose devices take part (two for a transfer between meshes).
     ``mutates`` lists the inputs that the op writes to; a mutated input that the op returns is no output.
+    With a ``body`` it stands for many ops, which were captured; ``args`` and ``kwargs`` are empty then.
     """
 
     template_id: int
@@ -144,6 +157,7 @@ class TemplateRecord(msgspec.Struct, frozen=True, array_like=True):
     num_scalars: int
     mesh_ids: list[int]
     mutates: list[int] = []
+    body: BodyRecord | None = None
 
     @property
     def width(self) -> int:

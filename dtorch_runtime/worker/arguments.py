@@ -7,7 +7,7 @@ a few list and dict look-ups; there is no loop over arguments, and no ``try``: t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -38,29 +38,52 @@ from dtorch_runtime.worker.kernels import Kernel
 Runner: TypeAlias = Callable[[list[int], int], int]
 
 
-class _Expressions:
-    """Turns arguments into source text, and collects the constants that the text names."""
+class Expressions:
+    """Turns the arguments of a template into source text, and collects the constants that the text names.
+
+    Args:
+        inputs, scalars: the text of each input and each scalar of the template.
+        constants: values named ``c0``, ``c1``, ... by the text; more are added.
+    """
 
     def __init__(
         self,
         record: TemplateRecord,
+        inputs: Sequence[str],
+        scalars: Sequence[str],
         meshes: Mapping[int, DeviceMesh],
         device: int,
         torch_device: torch.device,
+        constants: list[Any],
     ) -> None:
         self._record = record
+        self._inputs = inputs
+        self._scalars = scalars
         self._meshes = meshes
         self._device = device
         self._torch_device = torch_device
-        self.constants: list[Any] = []
+        self.constants = constants
+
+    def arguments(self) -> str:
+        """All arguments, as they stand in a call.
+
+        Raises:
+            InternalFailure: the template contradicts itself.
+            KeyError: it names a mesh that was not defined.
+        """
+        texts = [self.of(arg) for arg in self._record.args]
+        for name, arg in self._record.kwargs.items():
+            if not name.isidentifier():
+                raise InternalFailure(f"{self._record.op} has an argument named {name!r}")
+            texts.append(f"{name}={self.of(arg)}")
+        return ", ".join(texts)
 
     def of(self, arg: Arg) -> str:
-        record = self._record
         match arg:
             case Slot(index):
-                return f"blobs[words[i + {2 + self._checked(index, record.num_inputs, 'input')}]]"
+                return self._named(index, self._inputs, "input")
             case ScalarSlot(index):
-                return self._scalar(index)
+                return self._named(index, self._scalars, "scalar")
             case ListArg(items) if any(_is_dynamic(item) for item in items):
                 return f"[{', '.join(self.of(item) for item in items)}]"
             case _:
@@ -90,15 +113,10 @@ class _Expressions:
             case _:
                 return arg
 
-    def _scalar(self, index: int) -> str:
-        record = self._record
-        first = 2 + record.num_inputs + record.num_outputs
-        return f"words[i + {first + self._checked(index, record.num_scalars, 'scalar')}]"
-
-    def _checked(self, index: int, count: int, what: str) -> int:
-        if not 0 <= index < count:
-            raise InternalFailure(f"{self._record.op} names {what} {index}, its records have {count}")
-        return index
+    def _named(self, index: int, names: Sequence[str], what: str) -> str:
+        if not 0 <= index < len(names):
+            raise InternalFailure(f"{self._record.op} names {what} {index}, its records have {len(names)}")
+        return names[index]
 
     def _constant(self, value: Any) -> str:
         self.constants.append(value)
@@ -139,14 +157,17 @@ def compile_runner(
         InternalFailure: the template contradicts itself.
         KeyError: it names a mesh that was not defined.
     """
-    expressions = _Expressions(record, meshes, device, torch_device)
-    call = [expressions.of(arg) for arg in record.args]
-    for name, arg in record.kwargs.items():
-        if not name.isidentifier():
-            raise InternalFailure(f"{record.op} has an argument named {name!r}")
-        call.append(f"{name}={expressions.of(arg)}")
-    returns_one = kernel.num_returns == 1 and not kernel.returns_list
-    body = _body(f"fn({', '.join(call)})", record, returns_one=returns_one)
+    first = 2 + record.num_inputs + record.num_outputs
+    expressions = Expressions(
+        record,
+        [f"blobs[words[i + {2 + index}]]" for index in range(record.num_inputs)],
+        [f"words[i + {first + index}]" for index in range(record.num_scalars)],
+        meshes,
+        device,
+        torch_device,
+        [],
+    )
+    body = _body(f"fn({expressions.arguments()})", record, returns_one=kernel.returns_one)
     names = [f"c{index}" for index in range(len(expressions.constants))]
     factory = _factory(tuple(names), body)
     runner: Runner = factory(kernel.function, blobs, kernel.spread, *expressions.constants)

@@ -39,6 +39,11 @@ class Kernel:
     #: Positions of returns that are mutated inputs, which are no outputs.
     mutated_returns: frozenset[int] = frozenset()
 
+    @property
+    def returns_one(self) -> bool:
+        """Whether what the function returns is the one output itself."""
+        return self.num_returns == 1 and not self.returns_list
+
     def spread(self, result: Any, num_outputs: int) -> Sequence[torch.Tensor | None]:
         """The outputs in what the function returned, in the order of the op record.
 

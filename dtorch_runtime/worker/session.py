@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from dtorch_runtime.ir.body import expand, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import layout_from_record
 from dtorch_runtime.ir.stream import FREE
@@ -16,7 +17,8 @@ from dtorch_runtime.worker import (
     shard_kernels as _shard_kernels,  # noqa: F401  registers its kernels
 )
 from dtorch_runtime.worker.arguments import Runner, compile_runner, free_runner, skip_runner
-from dtorch_runtime.worker.blobs import Blobs, Poison, dtype_of, poison_with_aliases
+from dtorch_runtime.worker.bodies import CompiledBody, Mover
+from dtorch_runtime.worker.blobs import Blobs, Poison, check_plain, dtype_of, poison_with_aliases
 from dtorch_runtime.worker.failures import InternalFailure, OpSite, SessionEnded, failure_of
 from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
 from dtorch_runtime.worker.redistribute import Redistributor, check_piece
@@ -78,6 +80,8 @@ class DeviceSession:
         self._report_failure = report_failure
         self._seq = 0
         self._runners = _Runners(self._make_runner)
+        #: Templates with a body that have run, by id.
+        self._bodies: dict[int, CompiledBody] = {}
 
     def end(self) -> None:
         """Make the batch that runs now stop at its next op. Called from the agent's loop."""
@@ -87,8 +91,11 @@ class DeviceSession:
     def run(self, seq: int, words: list[int]) -> None:
         """Run a batch of op records. Errors become failures of their ops; the rest of the batch goes on."""
         self._seq = seq
+        self._run(words, 0)
+
+    def _run(self, words: list[int], i: int) -> None:
         runners = self._runners
-        i, stop = 0, len(words)
+        stop = len(words)
         while i < stop:
             try:
                 while i < stop:
@@ -111,6 +118,10 @@ class DeviceSession:
             self._report_failure(self.session.number, failure_of(error, site, self._device, self._node))
             return len(words)
         stop = i + record.width
+        body = self._bodies.get(record.template_id)
+        if body is not None:
+            self._finish_body(record, body, words, i, error)
+            return stop
         inputs = words[i + 2 : i + 2 + record.num_inputs]
         poison = self._poisoned_input(inputs)
         if poison is None:
@@ -157,9 +168,11 @@ class DeviceSession:
             meshes = [self.session.meshes[mesh_id] for mesh_id in record.mesh_ids]
             if all(mesh.coordinate(self._device) is None for mesh in meshes):
                 return skip_runner(record.width)
+            if record.body is not None:
+                return self._body_runner(record)
             if record.op == REDISTRIBUTE:
                 return self._transfer_runner(record)
-            return compile_runner(
+            runner = compile_runner(
                 find_kernel(record.op),
                 record,
                 self.blobs,
@@ -167,44 +180,96 @@ class DeviceSession:
                 self._device,
                 self._torch_device,
             )
+            return self._first_runner(template_id, record, runner)
         except Exception as error:  # noqa: BLE001  each op of the template fails with it
             return _raising_runner(error)
 
+    def _first_runner(self, template_id: int, record: TemplateRecord, runner: Runner) -> Runner:
+        """Looks what the first op of a template makes: the others make tensors of the same kind, and are not looked at."""
+        first = 2 + record.num_inputs
+
+        def run(words: list[int], i: int) -> int:
+            stop = runner(words, i)
+            for value_id in words[i + first : i + first + record.num_outputs]:
+                check_plain(self.blobs.get(value_id))
+            if not self.session.is_ended:
+                self._runners[template_id] = runner
+            return stop
+
+        return run
+
     def _transfer_runner(self, record: TemplateRecord) -> Runner:
+        move, is_source, is_target = self._mover(record)
+        blobs, width = self.blobs, record.width
+
+        def run(words: list[int], i: int) -> int:
+            out = words[i + 3]
+            if out:
+                value = blobs.get(words[i + 2]) if is_source else None
+                result = move(value, words[i + 2], out, words[i + 1])
+                if is_target:
+                    blobs[out] = result
+            return i + width
+
+        return run
+
+    def _mover(self, record: TemplateRecord) -> tuple[Mover, bool, bool]:
+        """How a redistribution moves this device's piece, and whether there is one before and one after it."""
         arg = next((arg for arg in record.args if isinstance(arg, TransferArg)), None)
         if arg is None or record.num_inputs != 1 or record.num_outputs != 1:
             raise InternalFailure(f"{REDISTRIBUTE} takes one input, a transfer, and one output")
         meshes = self.session.meshes
         source, target = layout_from_record(arg.source, meshes), layout_from_record(arg.target, meshes)
         transfer = self._redistributor.planner.plan(arg.shape, dtype_of(arg.dtype), source, target)
-        device, blobs, number = self._device, self.blobs, self.session.number
+        device, number = self._device, self.session.number
         is_source = source.mesh.coordinate(device) is not None
         is_target = target.mesh.coordinate(device) is not None
         redistribute = self._redistributor.run
-        width = record.width
 
-        def run(words: list[int], i: int) -> int:
-            out = words[i + 3]
-            if not out:
-                return i + width
-
+        def move(value: Any, value_id: int, out: int, location_id: int) -> Any:
             def fail(error: Exception) -> Poison:
-                return self._new_poison(record, words, i, error)
+                words = [record.template_id, location_id, value_id, out]
+                return self._new_poison(record, words, 0, error)
 
-            value = None
             if is_source:
-                value = blobs.get(words[i + 2])
                 try:
-                    check_piece(value, words[i + 2], transfer, device)
+                    check_piece(value, value_id, transfer, device)
                 except InternalFailure as error:
                     value = fail(error)
             result = redistribute(transfer, device, value, number, out, fail)
-            if is_target:
-                assert result is not None, f"{transfer} left device {device} without its piece"
-                blobs[out] = result
-            return i + width
+            assert result is not None or not is_target, f"{transfer} left device {device} without its piece"
+            return result
 
-        return run
+        return move, is_source, is_target
+
+    def _body_runner(self, record: TemplateRecord) -> Runner:
+        body = self._bodies[record.template_id] = CompiledBody(
+            record,
+            parse_body(record, self.session.templates),
+            self.blobs,
+            self.session.meshes,
+            self._device,
+            self._torch_device,
+            self._mover,
+        )
+        return body.run
+
+    def _finish_body(
+        self, record: TemplateRecord, body: CompiledBody, words: list[int], i: int, error: Exception
+    ) -> None:
+        """Go on with a captured call after one of its ops raised, op by op: peers wait for the rest of them."""
+        expanded, starts, ids = expand(record, body.steps, words, i)
+        stopped = body.interrupted(error)
+        start = 0
+        if stopped is not None:
+            for value, blob in stopped.values.items():
+                if value > record.num_inputs and ids[value]:
+                    self.blobs[ids[value]] = blob
+            start = self._after_error(expanded, starts[stopped.step], error)
+        error.__traceback__ = None  # it holds what the call has dropped since
+        self._run(expanded, start)
+        for value_id in ids[1 + record.num_inputs + record.num_outputs :]:
+            self.blobs.pop(value_id, None)
 
 
 def _raising_runner(error: Exception) -> Runner:

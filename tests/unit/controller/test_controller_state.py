@@ -15,6 +15,7 @@ from dtorch_runtime.controller.events import (
     WatchBeats,
 )
 from dtorch_runtime.wire.messages import (
+    PROTOCOL_VERSION,
     ClientBye,
     ClusterClosing,
     Credit,
@@ -108,8 +109,8 @@ class TestHandshake:
             (node_hello(name=""), "name"),
             (node_hello(name="a b"), "name"),
             (node_hello(name="taken"), "already there"),
-            (StatusRequest(version=1, session_key=b"wrong"), "session key"),
-            (StopCluster(version=1, session_key=b"wrong"), "session key"),
+            (StatusRequest(version=PROTOCOL_VERSION, session_key=b"wrong"), "session key"),
+            (StopCluster(version=PROTOCOL_VERSION, session_key=b"wrong"), "session key"),
         ],
     )
     def test_stranger_is_refused_with_the_reason_and_changes_nothing(
@@ -147,11 +148,11 @@ class TestHandshake:
         rig.ops(client, 1, op(1, 5), free(5))
         rig.now_s += 7
         asker = rig.new_peer()
-        rig.receive(asker, StatusRequest(version=1, session_key=KEY))
+        rig.receive(asker, StatusRequest(version=PROTOCOL_VERSION, session_key=KEY))
         status = rig.only(asker, Status)
         assert (status.num_ops, status.sessions, status.uptime_s) == (2, [session], 7)
         rig.receive(client, ClientBye())
-        rig.receive(asker, StatusRequest(version=1, session_key=KEY))
+        rig.receive(asker, StatusRequest(version=PROTOCOL_VERSION, session_key=KEY))
         status = rig.all(asker, Status)[-1]
         assert (status.num_ops, status.sessions) == (2, [])
 
@@ -160,7 +161,7 @@ class TestHandshake:
         nodes, client, _ = program(rig)
         asker = rig.new_peer()
         actions = (
-            rig.receive(asker, StopCluster(version=1, session_key=KEY))
+            rig.receive(asker, StopCluster(version=PROTOCOL_VERSION, session_key=KEY))
             if by_request
             else rig.handle(StopAsked(reason="SIGTERM"))
         )
