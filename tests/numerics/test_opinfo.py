@@ -133,7 +133,10 @@ def second_half_of_each_device(x: Any) -> Any:
     [
         (lambda x: x * x, "equal", "equal"),
         (only_distributed(lambda x: x * x + 1), "value", None),
-        (only_distributed(lambda x: x * x + 4e-5), "rounding", None),
+        (only_distributed(lambda x: x * x + 4e-5), "value", None),
+        (only_distributed(lambda x: x * x + 2e-5), "rounding", "equal"),
+        (only_distributed(lambda x: x * x.detach() + 2e-5), "rounding", "value"),
+        (lambda x: [x * x + 2e-5, x + 1] if isinstance(x, dtorch.Tensor) else [x * x, x], "value", None),
         (only_distributed(lambda x: (x * x)[:1]), "shape", None),
         (only_distributed(lambda x: (x * x).double()), "dtype", None),
         (only_distributed(lambda x: x.detach() * x.detach()), "requires_grad", None),
@@ -233,10 +236,12 @@ def test_the_suite_fails_on_what_is_not_listed_and_on_what_is_healed(
     failed = failing(set(load_known()))
 
     def measure(run: Run, names: Sequence[str]) -> dict[str, Result]:
-        categories = {name: "value" if name in failed else "equal" for name in names}
+        categories = {name: "value" if name in failed else "equal" for name in names} | {"mul": "rounding"}
         return {name: Result(name, [Check(0, "R", False, Outcome(categories[name]))]) for name in names}
 
     out = tmp_path / "ops.json"
     assert run_suite(measure, out) == status
     assert words in capsys.readouterr().out
-    assert len(json.loads(out.read_text())["runs"]) == len(SUITE)
+    runs = json.loads(out.read_text())["runs"]
+    assert len(runs) == len(SUITE)
+    assert all(found["rounding"] == {"mul": 1} for found in runs)

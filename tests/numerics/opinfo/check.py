@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -24,8 +24,11 @@ from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placements, Replicate, Shard
 from tests.numerics.opinfo.entries import Sample
 from tests.numerics.opinfo.op_stream import OpStream
+from tests.numerics.opinfo.rounding import Exact, is_rounding, widened, widened_tensor
 
 EQUAL = "equal"
+#: Not close, but as near to what float64 gives as plain torch is.
+ROUNDING = "rounding"
 REFUSED = "PlacementError"
 #: Every argument is replicated: there is no ``redistribute()`` that would help.
 REFUSED_WHOLE = "PlacementError on replicated"
@@ -34,10 +37,6 @@ _CALL_SEED = 1234
 #: With other seeds the plain result of a random entry is another.
 _OTHER_SEEDS = (4321, 54321, 654321)
 _WEIGHT_SEED = 7
-#: Units in the last place of the largest element that count as rounding.
-_NUM_UNITS = 16
-#: Their sums round once more where they are cut, which is more than the default tolerances allow.
-_SHORT = frozenset({torch.bfloat16, torch.float16})
 #: Their contents are whatever was in memory.
 _EMPTY = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -57,6 +56,8 @@ class Reference:
     grads: list[torch.Tensor | None] | None
     #: Whether torch's generator was used or set: the result may depend on the seed.
     may_be_random: bool = False
+    #: The same in float64, worked out when it is asked for; None where there is no such thing.
+    exact: Callable[[], Exact | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,29 @@ def _plain(entry: Any, sample: Sample, with_grad: bool) -> Reference:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             plain.requires_grad_()
     may_be_random = entry.name not in _EMPTY and (has_drawn or seeding.called or sample.has_generator)
-    return Reference(detached, weights, grads, may_be_random)
+    exact = cache(lambda: _exact(entry, sample, weights, grads is not None))
+    return Reference(detached, weights, grads, may_be_random, exact)
+
+
+def _exact(
+    entry: Any, sample: Sample, weights: Sequence[torch.Tensor | None], with_grad: bool
+) -> Exact | None:
+    """The call in float64; None when plain torch refuses that."""
+    tensors = widened(sample).fresh_tensors()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # what integers are divided in
+    try:
+        leaves = _call(entry, widened(sample), tensors, _CALL_SEED)
+        grads = None
+        if with_grad:
+            needed = [t for t in tensors if t.requires_grad]
+            wide = [None if w is None else widened_tensor(w) for w in weights]
+            grads = _gradients(leaves, wide, needed, lambda weight, leaf: weight.to(leaf.dtype))
+    except Exception:  # noqa: BLE001  not every op takes float64
+        return None
+    finally:
+        torch.set_default_dtype(before)
+    return Exact(leaves, grads)
 
 
 def is_random(entry: Any, sample: Sample, reference: Reference) -> bool:
@@ -229,21 +252,19 @@ class Checker:
                 leaves, inputs = self._distributed(entry, sample, self._mesh, placements)
             _flush(leaves)
             has_communicated = self._op_stream.take() > 0
-            _compare(entry, leaves, reference)
+            values = _compare(entry, leaves, reference)
         except Exception as error:  # noqa: BLE001  every error is an outcome
-            category, message = describe_error(error, is_whole)
-            return Outcome(category, message, has_communicated=has_communicated)
+            return Outcome(*describe_error(error, is_whole), has_communicated=has_communicated)
         is_empty = any(isinstance(leaf, torch.Tensor) and leaf.numel() == 0 for leaf in leaves)
         if reference.grads is None or is_empty:
-            return Outcome(EQUAL, has_communicated=has_communicated)
+            return Outcome(*values, has_communicated=has_communicated)
         try:
             with self._scope():
                 found = self._gradients(leaves, reference.weights, inputs)
-            _compare_gradients(found, reference.grads)
+            gradients = _compare_gradients(found, reference)
         except Exception as error:  # noqa: BLE001  every error is an outcome
-            category, message = describe_error(error, is_whole)
-            return Outcome(EQUAL, "", category, message, has_communicated)
-        return Outcome(EQUAL, "", EQUAL, "", has_communicated)
+            gradients = describe_error(error, is_whole)
+        return Outcome(*values, *gradients, has_communicated)
 
     def _distributed(
         self, entry: Any, sample: Sample, mesh: DeviceMesh, placements: Sequence[Placements]
@@ -313,20 +334,32 @@ def _fetch(tensor: Any) -> list[torch.Tensor]:
     return [future.get() for future in _ask(tensor)]
 
 
-def _compare(entry: Any, leaves: Sequence[Any], reference: Reference, values: bool = True) -> None:
+#: What a comparison without a fault gives: EQUAL, or ROUNDING and the first difference.
+_Verdict: TypeAlias = tuple[str, str]
+
+
+def _compare(entry: Any, leaves: Sequence[Any], reference: Reference, values: bool = True) -> _Verdict:
     if len(leaves) != len(reference.leaves):
         raise _Differs("structure", f"{len(leaves)} leaves instead of {len(reference.leaves)}")
     for leaf, expected in zip(leaves, reference.leaves):
         _compare_kind(leaf, expected, values)
     if not values or any(isinstance(leaf, torch.Tensor) and leaf.numel() == 0 for leaf in leaves):
-        return
+        return EQUAL, ""
     asked = [_ask(leaf) if isinstance(leaf, dtorch.Tensor) else None for leaf in leaves]
-    for leaf, futures, expected in zip(leaves, asked, reference.leaves):
+    verdict = EQUAL, ""
+    for index, (leaf, futures, expected) in enumerate(zip(leaves, asked, reference.leaves)):
         if not isinstance(expected, torch.Tensor):
             continue
         for value in [leaf.detach()] if futures is None else [future.get() for future in futures]:
             if entry.name not in _EMPTY:
-                _assert_close(value, expected.detach())
+                found = _judge(value, expected.detach(), lambda i=index: _exact_leaf(reference, i))
+                verdict = verdict if verdict[0] == ROUNDING else found
+    return verdict
+
+
+def _exact_leaf(reference: Reference, index: int) -> Any:
+    exact = reference.exact()
+    return None if exact is None or len(exact.leaves) != len(reference.leaves) else exact.leaves[index]
 
 
 def _compare_kind(leaf: Any, expected: Any, values: bool) -> None:
@@ -347,34 +380,41 @@ def _compare_kind(leaf: Any, expected: Any, values: bool) -> None:
             raise _Differs(name, f"{name} is {given} instead of {wanted}")
 
 
-def _compare_gradients(found: Sequence[Any], expected: Sequence[torch.Tensor | None]) -> None:
+def _compare_gradients(found: Sequence[Any], reference: Reference) -> _Verdict:
+    assert reference.grads is not None
     asked = [None if gradient is None else _ask(gradient) for gradient in found]
-    for futures, wanted in zip(asked, expected, strict=True):
+    verdict = EQUAL, ""
+    for index, (futures, wanted) in enumerate(zip(asked, reference.grads, strict=True)):
         values = [None] if futures is None else [future.get() for future in futures]
         for value in values:
             if value is not None and wanted is not None:
-                _assert_close(value, wanted, rtol=1e-4, atol=1e-5)
+                given = _judge(
+                    value, wanted, lambda i=index: _exact_gradient(reference, i), rtol=1e-4, atol=1e-5
+                )
+                verdict = verdict if verdict[0] == ROUNDING else given
             elif value is not wanted and bool((value if value is not None else wanted).any()):  # type: ignore[union-attr]
                 raise _Differs("missing", "None instead of a tensor" if value is None else "not None")
+    return verdict
 
 
-def _assert_close(value: torch.Tensor, expected: torch.Tensor, **tolerances: float) -> None:
+def _exact_gradient(reference: Reference, index: int) -> Any:
+    exact = reference.exact()
+    return None if exact is None or exact.grads is None else exact.grads[index]
+
+
+def _judge(
+    value: torch.Tensor, expected: torch.Tensor, exact: Callable[[], Any], **tolerances: float
+) -> _Verdict:
     if value.dtype != expected.dtype or value.shape != expected.shape:
         raise _Differs(
             "shape", f"fetched {value.dtype}{list(value.shape)} for {expected.dtype}{list(expected.shape)}"
         )
     difference = _difference(value, expected, **tolerances)
-    if difference is None or (value.dtype in _SHORT and _is_rounding(value, expected)):
-        return
-    raise _Differs("rounding" if _is_rounding(value, expected) else "value", difference)
-
-
-def _is_rounding(value: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether they differ by a few units in the last place of the largest element: sums were ordered otherwise."""
-    if not (value.dtype.is_floating_point or value.dtype.is_complex):
-        return False
-    unit = torch.finfo(value.dtype).eps * float(expected.abs().nan_to_num(0, 0, 0).max())
-    return _difference(value, expected, rtol=0.0, atol=_NUM_UNITS * unit) is None
+    if difference is None:
+        return EQUAL, ""
+    if is_rounding(value, expected, exact()):
+        return ROUNDING, " ".join(difference.split())[:_MESSAGE_LENGTH]
+    raise _Differs("value", difference)
 
 
 def _difference(value: torch.Tensor, expected: torch.Tensor, **tolerances: float) -> str | None:

@@ -128,7 +128,11 @@ class Sample:
 
     def without_grad(self) -> Sample:
         """The same without ``requires_grad``."""
-        return Sample([x.detach() if isinstance(x, torch.Tensor) else x for x in self.leaves], self._spec)
+        return self.with_leaves([x.detach() if isinstance(x, torch.Tensor) else x for x in self.leaves])
+
+    def with_leaves(self, leaves: Sequence[Any]) -> Sample:
+        """The same with other values in its places."""
+        return Sample(leaves, self._spec)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments, with these tensors in place of the sample's."""

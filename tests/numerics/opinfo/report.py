@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.numerics.opinfo.check import EQUAL, REFUSED
+from tests.numerics.opinfo.check import EQUAL, REFUSED, ROUNDING
 from tests.numerics.opinfo.driver import Check, Result
 from tests.numerics.opinfo.entries import Run
 
 
 def failure(check: Check, mode: str) -> str | None:
     """The category of what is wrong with a check, or None. A refusal is legal in strict mode."""
-    legal = (EQUAL, REFUSED) if mode == "strict" else (EQUAL,)
+    legal = (EQUAL, ROUNDING, REFUSED) if mode == "strict" else (EQUAL, ROUNDING)
     outcome = check.outcome
     if outcome.category not in legal:
         return outcome.category
@@ -34,6 +34,9 @@ class EntryRow:
     categories: Mapping[str, int]
     failures: Mapping[str, int]
     first_failure: str
+    #: Checks that did not fail, with values or gradients that differ by rounding; and the first such difference.
+    num_rounding: int
+    first_rounding: str
     num_sharded: int
     #: Sharded checks whose call gave the right values, and of these the ones where no device sent anything.
     num_sharded_equal: int
@@ -52,7 +55,8 @@ def row_of(result: Result, mode: str) -> EntryRow:
     """The figures of one entry."""
     categories: Counter[str] = Counter()
     failures: Counter[str] = Counter()
-    first = ""
+    first = first_rounding = ""
+    num_rounding = 0
     for check in result.checks:
         outcome = check.outcome
         categories[outcome.category] += 1
@@ -62,9 +66,13 @@ def row_of(result: Result, mode: str) -> EntryRow:
         if category is not None:
             failures[category] += 1
             message = outcome.grad_message if category.startswith("grad ") else outcome.message
-            first = first or f"{category}: {message} [sample {check.sample}, {check.placements}]"
+            first = first or f"{category}: {message} {_where(check)}"
+        elif ROUNDING in (outcome.category, outcome.grad_category):
+            num_rounding += 1
+            message = outcome.message or f"gradient: {outcome.grad_message}"
+            first_rounding = first_rounding or f"{message} {_where(check)}"
     sharded = [check.outcome for check in result.checks if check.is_sharded]
-    equal = [outcome for outcome in sharded if outcome.category == EQUAL]
+    equal = [outcome for outcome in sharded if outcome.category in (EQUAL, ROUNDING)]
     return EntryRow(
         entry=result.entry,
         num_checks=len(result.checks),
@@ -72,10 +80,16 @@ def row_of(result: Result, mode: str) -> EntryRow:
         categories=dict(categories),
         failures=dict(failures),
         first_failure=first,
+        num_rounding=num_rounding,
+        first_rounding=first_rounding,
         num_sharded=len(sharded),
         num_sharded_equal=len(equal),
         num_sharded_silent=sum(not outcome.has_communicated for outcome in equal),
     )
+
+
+def _where(check: Check) -> str:
+    return f"[sample {check.sample}, {check.placements}]"
 
 
 def summary(rows: Iterable[EntryRow]) -> dict[str, Any]:
@@ -94,6 +108,8 @@ def summary(rows: Iterable[EntryRow]) -> dict[str, Any]:
         "checks": num_checks,
         "checks without failure": num_checks - sum(failures.values()),
         "checks equal": categories[EQUAL],
+        "checks with rounding": sum(row.num_rounding for row in tested),
+        "entries with rounding": sum(row.num_rounding > 0 for row in tested),
         "gradients compared": sum(row.num_grad_checks for row in tested),
         "gradients equal": categories[f"grad {EQUAL}"],
         "entries with a sharded check": sum(row.num_sharded > 0 for row in tested),
@@ -106,10 +122,15 @@ def summary(rows: Iterable[EntryRow]) -> dict[str, Any]:
 
 
 def table(rows: Iterable[EntryRow], run: Run) -> str:
-    """What the command line prints: the entries that fail, then the figures."""
+    """What the command line prints: the entries that fail, those with rounding, then the figures."""
     rows = list(rows)
     lines = [
         f"{row.entry:44} {_counts(row.failures)}  {row.first_failure[:220]}" for row in rows if row.failures
+    ]
+    lines += [
+        f"{row.entry:44} rounding={row.num_rounding}  {row.first_rounding[:220]}"
+        for row in rows
+        if row.num_rounding
     ]
     lines.append(f"\n{describe(run)}")
     lines += [f"  {name:40} {value}" for name, value in summary(rows).items() if name != "failures"]

@@ -61,6 +61,7 @@ def _figures(run: Run, rows: Sequence[EntryRow]) -> dict[str, Any]:
         "run": describe(run),
         "figures": summary(rows),
         "failing": {row.entry: row.first_failure for row in rows if row.failures},
+        "rounding": {row.entry: row.num_rounding for row in rows if row.num_rounding},
         "no sharded check without communication": [
             row.entry for row in rows if row.num_sharded and not row.num_sharded_silent
         ],
@@ -73,6 +74,7 @@ _COLUMNS = {
     "+ grad": "entries strict and gradients too",
     "checks": "checks",
     "passed": "checks without failure",
+    "rounding": "checks with rounding",
     "sharded": "entries with an equal sharded check",
     "silent": "... without communication",
 }
