@@ -30,6 +30,8 @@ from dtorch.dispatch import KEPT_WHOLE, LinkedArgument, dispatch
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
 from dtorch.linked import dispatch_linked
+from dtorch.meshes import check_index
+from dtorch.strided import BACKENDS, not_strided
 from dtorch.tensors import Tensor
 from dtorch.ties import keep_ties
 
@@ -72,6 +74,8 @@ def register() -> None:
         )
         everything = torch.library.Library("_", "IMPL")
         everything.fallback(_make, dispatch_key="PrivateUse1")
+        for dispatch_key, kind in BACKENDS.items():
+            everything.fallback(_refusing(kind), dispatch_key=dispatch_key)
         everything.fallback(torch.library.fallthrough_kernel, dispatch_key="AutocastPrivateUse1")
         ops = torch.library.Library("aten", "IMPL")
         _kept.extend((everything, ops))
@@ -98,6 +102,15 @@ def register() -> None:
 
 def _make(func: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(Tensor, func, (), args, kwargs)
+
+
+def _refusing(kind: str) -> Any:
+    """For the backends of tensors on the device that would not be strided."""
+
+    def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise not_strided(func._schema.name, kind)
+
+    return refuse
 
 
 def _maker(func: Any) -> Any:
@@ -186,7 +199,12 @@ class _DeviceModule:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """There is one device."""
+        """There is one device.
+
+        Raises:
+            MeshError: another is meant.
+        """
+        check_index(device)
 
     def synchronize(self, device: Any = None) -> None:
         """Wait until everything issued by this thread's graph has run; raises its first unfetched error."""
@@ -194,7 +212,12 @@ class _DeviceModule:
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """``with torch.dtorch.device(0)``: there is one device."""
+        """``with torch.dtorch.device(0)``: there is one device.
+
+        Raises:
+            MeshError: another is meant.
+        """
+        check_index(device)
         yield
 
     def manual_seed(self, seed: int) -> None:

@@ -16,12 +16,14 @@ from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle, guard_mesh_of
 from dtorch.issue import DEVICE, Entry, issue, issue_view, make_entry, upload
 from dtorch.location import capture, known
+from dtorch.meshes import check_index
 from dtorch.propagate import propagate
 from dtorch.random import Generator, seed_source
 from dtorch.resize import resize_outputs
 from dtorch.rules.call import op_of
 from dtorch.shapes import NeedsResize
 from dtorch.spec import Spec
+from dtorch.strided import kind_made_by, kind_of, not_strided
 from dtorch_runtime.errors import MixedTensorError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, Replicate
@@ -198,6 +200,9 @@ def _dispatch_slowly(
         result = special(cls, func, args, kwargs, location)
         if result is not NotImplemented:
             return result
+    kind = kind_made_by(func)
+    if kind:
+        raise not_strided(func._schema.name, kind)
     if is_composite(func):
         return func.decompose(*args, **kwargs)
     if is_custom(func) and known_call is not None:
@@ -341,9 +346,11 @@ def _is_as_good_as_a_number(func: Any, value: torch.Tensor, tensors: list[Any]) 
 def _mixed(func: Any, value: torch.Tensor, beside: Any) -> MixedTensorError:
     name = str(func).removeprefix("aten.")
     spec: Spec = beside._spec
+    kind = kind_of(value)
+    send = f"t.to_dense().to('dtorch') (it is {kind})" if kind else "t.to('dtorch')"
     return MixedTensorError(
         f"{name} got a plain tensor of shape {list(value.shape)} on {value.device} beside a dtorch tensor "
-        f"({spec}). Write t.to('dtorch'), or dtorch.from_torch(t, device_mesh=x.device_mesh, placements=...), "
+        f"({spec}). Write {send}, or dtorch.from_torch(t, device_mesh=x.device_mesh, placements=...), "
         f"to compute on the cluster; or x.cpu() to compute here. Only 0-dim CPU tensors mix"
     )
 
@@ -372,6 +379,7 @@ def _to_copy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     device = kwargs.get("device")
     rest = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "layout")}
     if type(source) is not cls:
+        check_index(device)
         rest.pop("pin_memory", None)
         local = aten._to_copy.default(source, **rest) if rest else source
         graph = Graph.default_graph()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from dtorch_runtime.errors import MeshError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import layout_to_record
@@ -34,3 +35,23 @@ def mesh_of(number: int) -> DeviceMesh:
 def layout_record(layout: Layout) -> LayoutRecord:
     """A layout as it crosses a process, its mesh by number."""
     return layout_to_record(layout, mesh_id(layout.mesh))
+
+
+def check_index(device: object) -> None:
+    """Refuse ``"dtorch:5"``: the device is the whole cluster. Index 0 is what torch itself shows.
+
+    Args:
+        device: a ``torch.device``, an index, or None.
+
+    Raises:
+        MeshError: another device of type dtorch than 0.
+    """
+    if device is None or getattr(device, "type", "dtorch") != "dtorch":
+        return
+    index = device if isinstance(device, int) else getattr(device, "index", None)
+    if isinstance(index, int) and index > 0:
+        raise MeshError(
+            f"got device='dtorch:{index}': 'dtorch' is one device, the whole cluster, and an index has no meaning. "
+            f"Write 'dtorch', and a mesh for where a tensor lives: dtorch.DeviceMesh('cpu', [{index}]) as device_mesh= "
+            f"of dtorch.zeros() and its like, of dtorch.from_torch(t) or of x.redistribute()"
+        )

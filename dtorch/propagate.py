@@ -8,6 +8,7 @@ import torch
 
 from dtorch.arguments import check_arguments
 from dtorch.dynamic import needs_whole, plan_dynamic
+from dtorch.meshes import check_index
 from dtorch.op_plan import OpPlan, SameValue
 from dtorch.overlap import refuse_shared_elements
 from dtorch.rules import factory, random
@@ -15,7 +16,7 @@ from dtorch.rules.call import Call, Op, op_of
 from dtorch.rules.explain import no_rule
 from dtorch.rules.tables import find_rule
 from dtorch.rules.whole import plan_whole
-from dtorch.shapes import ShapeNeedsData, sparse_result
+from dtorch.shapes import ShapeNeedsData
 from dtorch.spec import intern_spec
 from dtorch_runtime.errors import InternalError, UnsupportedError
 from dtorch_runtime.ir.layout import Layout
@@ -48,6 +49,7 @@ def propagate(
         RuntimeError, IndexError, TypeError, ValueError: torch refuses these shapes, dtypes or arguments.
     """
     op = op_of(func)
+    check_index(kwargs.get("device"))
     call = Call(op, args, kwargs)
     if not call.inputs:
         if default_layout is None:
@@ -56,8 +58,6 @@ def propagate(
             return random.plan_random_factory(call, default_layout)
         return factory.plan_factory(call, default_layout)
     _refuse_metadata_changes(op)
-    if op.base.startswith("aten::_to_sparse"):
-        raise sparse_result(op.name, op.base.removeprefix("aten::_to_"))
     check_arguments(call)
     if op.writes:
         refuse_shared_elements(call)

@@ -14,6 +14,7 @@ import torch
 
 from dtorch.rules.call import Call
 from dtorch.spec import Spec, contiguous_stride
+from dtorch.strided import check_strided
 from dtorch_runtime.errors import UnsupportedError
 
 
@@ -169,25 +170,6 @@ def _from_meta(value: Any) -> TensorMeta | tuple[TensorMeta, ...] | None:
             for item in value
         )
     return None
-
-
-def check_strided(op: str, result: Any) -> None:
-    """Refuse a result that has no elements in rows, of which a device could hold a piece.
-
-    Raises:
-        UnsupportedError: it is sparse.
-    """
-    for item in result if isinstance(result, list | tuple) else (result,):
-        if isinstance(item, torch.Tensor) and item.layout is not torch.strided:
-            raise sparse_result(op, str(item.layout).removeprefix("torch."))
-
-
-def sparse_result(op: str, layout: str) -> UnsupportedError:
-    """The error for an op whose result is not strided."""
-    return UnsupportedError(
-        f"{op} makes a {layout} tensor, which has no placements; compute with the strided tensor "
-        f"(sparse=False where the op has it), or fetch it first: x.cpu().to_sparse()"
-    )
 
 
 def _first_line(error: Exception) -> str:

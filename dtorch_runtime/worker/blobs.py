@@ -46,6 +46,24 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_plain(value: object) -> None:
+    """Whether a kernel's result is something that can be cut, sent and fetched; None is no result.
+
+    Raises:
+        TypeError: it is no tensor, or one that is sparse, mkldnn, nested or quantized.
+    """
+    if value is None:
+        return
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the kernel returned {type(value).__name__}, not a tensor")
+    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+        kind = "a nested tensor" if value.is_nested else f"a tensor of {value.layout} and {value.dtype}"
+        raise TypeError(
+            f"the kernel made {kind}; devices hold strided tensors of plain dtypes, whose pieces can be sent. Compute "
+            f"it on the CPU: x.cpu()"
+        )
+
+
 def poison_with_aliases(blobs: Blobs, value_ids: Iterable[int], poison: Poison) -> None:
     """Poison values that a failed op was to write to, and every other value that shares their memory."""
     storages = set()

@@ -391,9 +391,11 @@ def _upload_key(message: Upload) -> tuple[int, tuple[int, ...]]:
 
 
 def _run_batch(values: DeviceSession, seq: int, words: list[int], ticket: _Ticket) -> None:
-    if not values.session.is_ended:
-        values.run(seq, words)
-    ticket.done()
+    try:
+        if not values.session.is_ended:
+            values.run(seq, words)
+    finally:  # whoever waits for the batch is not to wait for ever, whatever happened
+        ticket.done()
 
 
 def _place(values: DeviceSession, value_id: int, shared: _SharedUpload, torch_device: torch.device) -> None:

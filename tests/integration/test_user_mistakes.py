@@ -14,9 +14,12 @@ import pytest
 
 import dtorch
 from dtorch_runtime.errors import InternalError, RemoteOpError
-from tests.integration.more_user_mistakes import ALL
+from tests.integration.more_user_mistakes import ALL as KNOWN
+from tests.integration.newcomer_mistakes import NEWCOMERS
 from tests.integration.user_mistakes import Mistake, x
 from tests.support.client import Controller, scripted_session
+
+ALL = [*KNOWN, *NEWCOMERS]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,7 @@ def test_the_table_is_long_enough() -> None:
     assert len({mistake.what for mistake in ALL}) == len(ALL) >= 60
 
 
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:torch.quantize_per")
 @pytest.mark.parametrize("mistake", ALL, ids=lambda mistake: re.sub(r"\W+", "_", mistake.what))
 def test_the_message_teaches(controller: Controller, mistake: Mistake) -> None:
     with pytest.raises(mistake.error) as raised:
