@@ -17,8 +17,8 @@ from dtorch_runtime.worker import (
     shard_kernels as _shard_kernels,  # noqa: F401  registers its kernels
 )
 from dtorch_runtime.worker.arguments import Runner, compile_runner, free_runner, skip_runner
-from dtorch_runtime.worker.bodies import CompiledBody, Mover
 from dtorch_runtime.worker.blobs import Blobs, Poison, check_plain, dtype_of, poison_with_aliases
+from dtorch_runtime.worker.bodies import CompiledBody, Mover
 from dtorch_runtime.worker.failures import InternalFailure, OpSite, SessionEnded, failure_of
 from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
 from dtorch_runtime.worker.redistribute import Redistributor, check_piece
@@ -185,7 +185,7 @@ class DeviceSession:
             return _raising_runner(error)
 
     def _first_runner(self, template_id: int, record: TemplateRecord, runner: Runner) -> Runner:
-        """Looks what the first op of a template makes: the others make tensors of the same kind, and are not looked at."""
+        """Looks what the first op of a template makes: all make tensors of the same kind."""
         first = 2 + record.num_inputs
 
         def run(words: list[int], i: int) -> int:
