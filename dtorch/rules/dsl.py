@@ -20,7 +20,7 @@ all tensors of a list have the same letters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -44,7 +44,7 @@ from dtorch.rules.equation import (
 )
 from dtorch.rules.out import functional_call, into_targets, is_out
 from dtorch.rules.registry import register
-from dtorch.rules.unless_empty import unless_empty
+from dtorch.rules.unless_empty import unless_empty, with_empty_whole
 from dtorch.rules.whole import plan_same_op
 from dtorch.shapes import Metas, ShapeFunction, TensorMeta, register_shape
 from dtorch.spec import Spec, contiguous_stride, intern_spec
@@ -85,7 +85,11 @@ class EquationRule:
         try:
             matched = match(equation, call.inputs, out_shapes)
         except Mismatch as mismatch:
-            raise explain.mismatch(call, equation, mismatch) from None
+            changed, conversions = with_empty_whole(call)
+            if not conversions:
+                raise explain.mismatch(call, equation, mismatch) from None
+            on_whole = self.plan(changed)
+            return replace(on_whole, conversions=(*conversions, *on_whole.conversions))
         check_written_placements(call, equation, matched, out_shapes)
         if is_out(call.op) and (self.specialize or self._refuses_a_piece(call, equation, matched)):
             copied = self._copied_to_targets(call)
@@ -95,10 +99,8 @@ class EquationRule:
             metas = _after_conversions(call, matched, metas)
         plan = self.specialize(call, matched, metas) if self.specialize is not None else None
         if plan is None:
-            replace = self.localize(call, matched, metas) if self.localize else None
-            plan = plan_same_op(
-                call, metas, matched.outputs, conversions=matched.conversions, replace=replace
-            )
+            local = self.localize(call, matched, metas) if self.localize else None
+            plan = plan_same_op(call, metas, matched.outputs, conversions=matched.conversions, replace=local)
         return unless_empty(call, matched, plan) if self._refuses_a_piece(call, equation, matched) else plan
 
     def _copied_to_targets(self, call: Call) -> OpPlan | None:
@@ -233,6 +235,7 @@ class Binder:
     lifts: bool = False
     slices: str = ""
     converts: str = ""
+    spreads: str = ""
     grouped: str = ""
     unaffected: frozenset[int] = frozenset()
     linear_if: Callable[[Call], bool] | None = field(default=None, repr=False)
@@ -274,6 +277,7 @@ class Binder:
             lifts=self.lifts,
             slices=_numbers(self.slices, of_operand, len(call.inputs)),
             converts=_numbers(self.converts, of_operand, len(call.inputs)),
+            spreads=_numbers(self.spreads, of_operand, len(call.inputs)),
             fixed=frozenset(call.written),
             grouped=frozenset(self.grouped),
         )
@@ -369,6 +373,7 @@ def rule(
     reduce: Reduce = None,
     slices: str = "",
     converts: str = "",
+    spreads: str = "",
     lifts: bool = False,
     grouped: str = "",
     linear_if: Callable[[Call], bool] | None = None,
@@ -392,6 +397,7 @@ def rule(
             "sum" for linear ops.
         slices: operands that are cut locally where they are whole and others are sharded; "*" for all.
         converts: operands that are brought to wherever they are needed, with communication.
+        spreads: operands whose pieces become terms of a sum, held among zeros, where their cut fits no signature.
         lifts: replicated terms of a sum may become partial.
         grouped: letters of which one operand has a multiple of another's.
         linear_if: the op is linear only for such calls.
@@ -415,6 +421,7 @@ def rule(
         lifts=lifts,
         slices=slices,
         converts=converts,
+        spreads=spreads,
         grouped=grouped,
         linear_if=linear_if,
     )

@@ -42,6 +42,8 @@ class Equation:
         lifts: replicated terms may become partial so that they count once (no bytes move).
         slices: inputs that are cut locally when they are whole and another input is sharded (no bytes move).
         converts: inputs that are brought to any placement that the others ask for (documented, e.g. ``copy_``).
+        spreads: inputs whose cut dims become terms of a sum where no signature cuts them: a device holds its piece
+            among zeros (no bytes move).
         fixed: inputs that are written to, so that their placement stays.
         grouped: letters whose dims are multiples of one another (heads and groups of heads); a cut of one is
             matched with the cut of the other times the ratio.
@@ -57,6 +59,7 @@ class Equation:
     lifts: bool = False
     slices: frozenset[int] = frozenset()
     converts: frozenset[int] = frozenset()
+    spreads: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     grouped: frozenset[str] = frozenset()
 
@@ -224,6 +227,8 @@ def _convertible(equation: Equation, index: int, have: Code, want: Code) -> bool
         return False
     if index in equation.converts:
         return True
+    if isinstance(have, int):
+        return want == "sum" and index in equation.spreads
     if have is not None:
         return False
     if isinstance(want, str):
@@ -309,12 +314,16 @@ def _input_layout(
     placements = list(spec.layout.placements)
     changed = False
     for axis, signature in enumerate(chosen):
-        want = signature.inputs[index]
-        if code(placements[axis]) != want:
+        want, have = signature.inputs[index], placements[axis]
+        if code(have) != want:
             placements[axis] = _place(want, units[axis])
             changed = True
             if index not in equation.converts and isinstance(want, int):
                 _check_nested(index, want, axis, spec)
+            elif index in equation.spreads and isinstance(have, Shard):
+                staying = [s.inputs[index] for s in chosen[axis + 1 :]]
+                if have.dim in staying:
+                    raise Mismatch(f"{_name(index)} is cut along dim {have.dim} by several axes", axis)
     return layout_of(spec.layout.mesh, tuple(placements)) if changed else spec.layout
 
 

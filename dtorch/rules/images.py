@@ -34,8 +34,15 @@ for _count, (_before, _after) in _SPACES.items():
     _large, _small = f"...{_after}", f"...{_before}"
     _space = _before + _after
     _pads = f"reflection_pad{_count}d replication_pad{_count}d"
-    for _names, _shape in ((_pads, None), (_RESIZES[_count], resized)):
-        rule(_names, f"{_small}->{_large}", linear="a", whole=_space, specialize=or_zeros, shape=_shape)
+    rule(_pads, f"{_small}->{_large}", linear="a", spreads="a", whole=_space, specialize=or_zeros)
+    rule(
+        _RESIZES[_count],
+        f"{_small}->{_large}",
+        linear="a",
+        whole=_space,
+        specialize=or_zeros,
+        shape=resized,
+    )
     rule(
         _backward(_pads),
         f"{_large},{_small}->{_small}",

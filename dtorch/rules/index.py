@@ -65,7 +65,7 @@ def _gather(call: Call) -> str:
     return f"{names},{picked}->{picked}"
 
 
-rule("gather", _gather, moves="a", whole=_along, slices="ab")
+rule("gather", _gather, moves="a", spreads="a", whole=_along, slices="ab")
 rule("scatter.src", _same_dims, moves="a+c", lifts=True, whole=_along)
 rule("scatter.value scatter.reduce scatter.value_reduce scatter_reduce", _same_dims, whole=_along)
 rule("scatter_add", _same_dims, linear="a+c", lifts=True, whole=_along)
@@ -91,7 +91,7 @@ def _index_fill(call: Call) -> str:
     return f"{names},{'Z' if call.spec('index').shape else ''},->{names}"
 
 
-rule("index_select", _index_select, moves="a", whole=_along)
+rule("index_select", _index_select, moves="a", spreads="a", whole=_along)
 rule("index_add", _index_rows, linear="a+c", lifts=True, whole=_along)
 rule("index_copy index_reduce", _index_rows, whole=lambda call: _along(call) + "Z")
 rule("index_fill.int_Scalar index_fill.int_Tensor", _index_fill, whole=lambda call: _along(call) + "Z")
@@ -161,6 +161,7 @@ def _index(call: Call) -> Equation | None:
         whole=_index_whole(call, names),
         terms=((0,),),
         kinds=ALL_KINDS,
+        spreads=frozenset((0,)),
     )
 
 

@@ -81,6 +81,8 @@ batched("linalg_pinv.atol_rtol_tensor", "...mn,...,...->...nm")
 
 
 # ------------------------------------------------------------------------------------------------- solvers
+#
+# Linear in the right side: one that is cut along its rows is solved for as the sum of its pieces.
 
 
 def _solve_ex(call: Call) -> str:
@@ -125,23 +127,32 @@ def _driver(call: Call) -> str:
     return str(asked) if asked else "gelsy" if call.mesh.device_type == "cpu" else "gels"
 
 
-batched("_linalg_solve_ex", _solve_ex, cut="k", linear="b", unaffected=(1, 2, 3))
+batched("_linalg_solve_ex", _solve_ex, cut="k", linear="b", spreads="b", unaffected=(1, 2, 3))
 batched(
     "linalg_lu_solve",
     lambda call: f"...mm,...m,{_matrix_side(call)}->{_matrix_side(call)}",
     cut="k",
     linear="c",
+    spreads="c",
 )
 batched(
     "linalg_solve_triangular",
     lambda call: f"...mm,{_matrix_side(call)}->{_matrix_side(call)}",
     cut="k",
     linear="b",
+    spreads="b",
 )
-batched("triangular_solve", "...mk,...mm->...mk,...mm", cut="k", linear="a", unaffected=(1,))
-batched("cholesky_solve", "...mk,...mm->...mk", cut="k", linear="a")
-batched("linalg_ldl_solve", "...mm,...m,...mk->...mk", cut="k", linear="c")
-batched("linalg_lstsq", _lstsq, unaffected=(1, 2, 3))
+batched("triangular_solve", "...mk,...mm->...mk,...mm", cut="k", linear="a", spreads="a", unaffected=(1,))
+batched("cholesky_solve", "...mk,...mm->...mk", cut="k", linear="a", spreads="a")
+batched("linalg_ldl_solve", "...mm,...m,...mk->...mk", cut="k", linear="c", spreads="c")
+batched(
+    "linalg_lstsq",
+    _lstsq,
+    linear="b",
+    spreads="b",
+    linear_if=lambda call: not _has_residuals(call),
+    unaffected=(1, 2, 3),
+)
 
 
 # ------------------------------------------------------------------------------------------------- distances

@@ -58,7 +58,7 @@ def _accumulates(call: Call) -> bool:
     return bool(call.get("accumulate"))
 
 
-rule("take", lambda call: f"{_table(call)},...->...", moves="a", whole=_table)
+rule("take", lambda call: f"{_table(call)},...->...", moves="a", spreads="a", whole=_table)
 
 
 def _put(call: Call) -> str:

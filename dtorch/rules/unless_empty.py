@@ -8,7 +8,8 @@ from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.rules import explain
 from dtorch.rules.call import ArgumentEncoder, Call, local_shape
 from dtorch.rules.equation import Matched
-from dtorch.spec import Spec
+from dtorch.rules.whole import replicated
+from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, ReduceOp, Replicate
 from dtorch_runtime.wire.records import ListArg, Slot
@@ -37,6 +38,23 @@ def unless_empty(call: Call, matched: Matched, plan: OpPlan) -> OpPlan:
             _num_without_elements(call, plan),
         ),
     )
+
+
+def with_empty_whole(call: Call) -> tuple[Call, tuple[tuple[int, Layout], ...]]:
+    """A call whose tensors without elements are whole: every device has all of them, however they are placed.
+
+    Returns the call and what to convert first, which moves no bytes: nothing where a tensor could be seen to move,
+    because it is written to or viewed.
+    """
+    if call.op.writes or call.op.is_view:
+        return call, ()
+    inputs, conversions = list(call.inputs), []
+    for index, spec in enumerate(call.inputs):
+        if 0 in spec.shape and not spec.layout.is_replicated:
+            layout = replicated(spec.layout.mesh)
+            inputs[index] = intern_spec(spec.shape, spec.dtype, layout)
+            conversions.append((index, layout))
+    return call.with_inputs(inputs), tuple(conversions)
 
 
 def _num_without_elements(call: Call, plan: OpPlan) -> int:

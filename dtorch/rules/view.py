@@ -253,6 +253,7 @@ rule(
     "constant_pad_nd",
     _same,
     linear="a",
+    spreads="a",
     whole=_padded_dims,
     linear_if=lambda call: call.get("value") == 0,
 )

@@ -32,7 +32,8 @@ A signature holds along one mesh axis; along several, each axis has one of them.
 `P` Partial of a sum, `P(max)` of another kind; `P(*)` stands for the same signature with every kind of Partial.
 Inputs are in the order of the schema; all replicated is always allowed and not shown. *Automatic* says which inputs a
 strict program may leave elsewhere: `sliced` inputs that are whole are cut locally, `lifted` whole terms become
-partial locally, `moved` inputs are brought to where they are needed, with communication. Everything else raises
+partial locally, `spread` inputs that are cut where no signature cuts them become partial locally (a piece among
+zeros), `moved` inputs are brought to where they are needed, with communication. Everything else raises
 `PlacementError`, or is converted inside `dtorch.auto_redistribute()`.
 
 An op that is not listed runs on replicated inputs, or is made of ops that are (torch decomposes it). Views such as
@@ -126,6 +127,8 @@ def _automatic(rule: Rule, call: Call) -> str:
     for word, chosen in (("sliced", equation.slices), ("moved", equation.converts)):
         if chosen - equation.fixed:
             found.append(f"{word}: {', '.join(names[i] for i in sorted(chosen - equation.fixed))}")
+    if equation.spreads - equation.fixed:
+        found.append(f"spread: {', '.join(names[i] for i in sorted(equation.spreads - equation.fixed))}")
     if equation.lifts:
         found.append("lifted")
     return "; ".join(found)

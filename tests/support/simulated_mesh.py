@@ -81,6 +81,8 @@ def _terms(value: torch.Tensor, count: int, op: str, rng: torch.Generator) -> li
     def noise() -> torch.Tensor:
         return torch.randint(1, 4, value.shape, generator=rng).to(value.dtype)
 
+    if op == "sum" and value.dtype is torch.bool:  # a sum of bools is true where one of them is
+        return [*[value & (torch.rand(value.shape, generator=rng) < 0.5) for _ in range(count - 1)], value]
     if op in ("sum", "avg"):
         total = value * count if op == "avg" else value
         first = [noise() for _ in range(count - 1)]
