@@ -45,7 +45,16 @@ next_write = itertools.count(1).__next__
 class Handle:
     """One value on the cluster. Symbols that stand for the same value share it; with the last one it is freed."""
 
-    __slots__ = ("__weakref__", "graph", "last_write", "location", "origin", "storage", "value_id")
+    __slots__ = (
+        "__weakref__",
+        "graph",
+        "last_write",
+        "location",
+        "num_bytes",
+        "origin",
+        "storage",
+        "value_id",
+    )
 
     #: Where the value begins in the memory of ``root``.
     offset_bytes = 0
@@ -54,6 +63,8 @@ class Handle:
     #: Of a root: the number of the last write to its memory, once there was one.
     last_write: int
 
+    #: Of a root: the size of its memory, of the global tensor, where its origin does not say it.
+    num_bytes: int
     def __init__(self, graph: Graph, value_id: int, origin: Any, location: int) -> None:
         self.graph = graph
         self.value_id = value_id

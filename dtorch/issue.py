@@ -12,7 +12,13 @@ from dtorch.dynamic import description_spec
 from dtorch.graph import FREE_BATCH, Graph, Handle, ViewHandle, next_write
 from dtorch.meshes import layout_record
 from dtorch.op_plan import LaterOutput, NewOutput, OpPlan, SameTensor, SameValue, Window
-from dtorch.overlap import checks_overlap, refuse_lost_gradient, refuse_partial_overlap
+from dtorch.overlap import (
+    checks_overlap,
+    num_bytes_of,
+    refuse_lost_gradient,
+    refuse_outside,
+    refuse_partial_overlap,
+)
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes
@@ -35,6 +41,7 @@ class Entry:
 
     __slots__ = (
         "checks_overlap",
+        "counts_in_memory",
         "default_dtype",
         "dtype",
         "func",
@@ -75,10 +82,12 @@ class Entry:
             and not plan.num_seeds
             and default_dtype is None
         )
+        #: ``as_strided``, whose result may lie anywhere in the memory of its input.
+        self.counts_in_memory = func is torch.ops.aten.as_strided.default
         window = new[0].window if is_simple else None
         self.is_simple = is_simple and window is None
         #: The same for a view of its only input, whose handle has to say where in memory it is.
-        self.is_view = window is not None and len(plan.layouts) == 1 and not window.is_absolute
+        self.is_view = window is not None and len(plan.layouts) == 1 and not self.counts_in_memory
         #: Where each value that it makes lies in memory, with the offset in bytes; empty when none is a view.
         windows: list[tuple[Window, int] | None] = [
             None if o.window is None else (o.window, o.window.offset * o.spec.dtype.itemsize) for o in new
@@ -155,8 +164,10 @@ def issue(
     plan = entry.plan
     if entry.checks_overlap and ViewHandle in [type(tensor._handle) for tensor in tensors]:
         refuse_partial_overlap(entry, plan.mutates, tensors)
-    if entry.is_absolute_view:
-        refuse_lost_gradient(tensors[0])
+    if entry.counts_in_memory:
+        refuse_outside(tensors[0], plan)
+        if entry.is_absolute_view:
+            refuse_lost_gradient(tensors[0])
     if plan.conversions:
         tensors = list(tensors)
         for index, layout in plan.conversions:
@@ -333,6 +344,7 @@ def upload_boxes(
     session = graph.session
     session.define_mesh(spec.layout.mesh)
     handle = Handle(graph, graph.new_value_id(), origin, location)
+    handle.num_bytes = num_bytes_of(spec)
     # In the order of the graph, so that its FREE can never overtake the upload.
     seq = graph.flush()
     for devices, box in device_boxes(spec.shape, spec.layout):

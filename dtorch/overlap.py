@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.rules.call import Call, op_of
 from dtorch.shapes import is_dense
 from dtorch.spec import Spec
@@ -97,6 +98,53 @@ def refuse_lost_gradient(source: Any) -> None:
             f"as_strided(storage_offset=) of a view that begins at element {source.storage_offset()} of its base has "
             f"no gradient here. Allowed are tensors that begin at element 0, and no offset. Write "
             f"base.as_strided(...) of the tensor that it is a view of, or index the view"
+        )
+
+
+def num_bytes_of(spec: Spec) -> int:
+    """The memory from the first element of a tensor to its last one."""
+    if 0 in spec.shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+    return (last + 1) * spec.dtype.itemsize
+
+
+def memory_bytes(source: Any) -> int | None:
+    """The size of the memory that a tensor is in; None where nobody here knows it."""
+    handle = source._handle
+    root = handle.root
+    known = getattr(root, "num_bytes", None)
+    if known is None:
+        plan = getattr(root.origin, "plan", None)
+        outputs = plan.outputs if plan is not None else ()
+        made = [output for output in outputs if isinstance(output, NewOutput)]
+        if len(made) == 1:
+            known = num_bytes_of(made[0].spec)
+    own = handle.offset_bytes + num_bytes_of(source._spec)  # more than the root was made with after resize_()
+    if known is None:
+        return own if root is handle else None
+    return max(int(known), own)
+
+
+def refuse_outside(source: Any, plan: OpPlan) -> None:
+    """Refuse ``as_strided`` beyond the memory of its input.
+
+    Raises:
+        RuntimeError: as torch raises it.
+    """
+    (output,) = plan.outputs
+    if not isinstance(output, NewOutput) or output.window is None:
+        return
+    spec, window, there = output.spec, output.window, memory_bytes(source)
+    itemsize = spec.dtype.itemsize
+    start = window.offset * itemsize + (0 if window.is_absolute else source._handle.offset_bytes)
+    needed = start + num_bytes_of(spec)
+    if there is not None and needed > there and 0 not in spec.shape:
+        raise RuntimeError(
+            f"setStorage: sizes {list(spec.shape)}, strides {list(spec.stride)}, storage offset {start // itemsize}, "
+            f"and itemsize {itemsize} requiring a storage size of {needed} are out of bounds for storage of size "
+            f"{there}: as_strided() counts in the {there // itemsize} elements of the memory of the tensor; write sizes "
+            f"and strides that end within them"
         )
 
 

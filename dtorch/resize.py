@@ -13,6 +13,7 @@ from dtorch import auto
 from dtorch.graph import Graph
 from dtorch.issue import issue, make_entry
 from dtorch.op_plan import NewOutput, OpPlan, Window
+from dtorch.overlap import memory_bytes, num_bytes_of
 from dtorch.rules.call import local_shape
 from dtorch.rules.explain import redistribute
 from dtorch.spec import Spec, intern_spec
@@ -76,6 +77,9 @@ def resized(target: Any, spec: Spec, location: int) -> Any:
 
 
 def resize_outputs(
+    root = target._handle.root
+    start = target._handle.offset_bytes
+    root.num_bytes = max(memory_bytes(target) or 0, start + num_bytes_of(spec))
     tensors: Sequence[Any], sizes: Sequence[tuple[int, tuple[int, ...]]], location: int
 ) -> None:
     """Resize the ``out=`` tensors, given as (input index, shape), as torch does, with its warning."""

@@ -391,3 +391,24 @@ ERRORS: dict[str, Callable[[Send], Any]] = {
 }
 for _name, _function in ERRORS.items():
     _named(f"error: {_name}", _function)
+
+
+@program
+def the_memory_around_a_view_is_all_that_was_made(send: Send) -> Any:
+    x = send(A) + 1
+    parts = [
+        x[2:].as_strided((4, 6), (6, 1), 0),
+        send(A)[3].as_strided((6,), (1,)),
+        x[1].as_strided((0,), (1,), 99),
+    ]
+    return [*parts, x[1:].view(torch.int32).as_strided((18,), (1,))]
+
+
+@program
+def memory_that_a_resize_left_or_made_counts(send: Send) -> Any:
+    x, y = send(A), send(A)
+    alias = y.view(-1)
+    x.resize_(2)
+    y.resize_(5, 6)
+    y.fill_(2)
+    return [x.as_strided((24,), (1,)), alias.as_strided((30,), (1,))]

@@ -125,4 +125,16 @@ DEVICES = [
     for what, program in _INDEXED
 ]
 
-NEWCOMERS = [*NOT_STRIDED, *DEVICES]
+_OUTSIDE: tuple[tuple[str, Callable[[], Any], str, str], ...] = (
+    ("steps beyond the memory", lambda: x(4).as_strided((4,), (2,)), "strides [2]", "size 16"),
+    ("an offset beyond the memory", lambda: x(4).as_strided((4,), (1,), 3), "storage offset 3", "size 16"),
+    ("a view's steps beyond the memory", lambda: x(4)[2:].as_strided((3,), (1,)), "offset 2", "size 16"),
+    ("steps beyond it in place", lambda: x(4).as_strided_((2, 4), (3, 1)), "sizes [2, 4]", "size 16"),
+    ("steps beyond a result", lambda: (x(6) + 1)[1:].as_strided((6,), (1,)), "sizes [6]", "size 24"),
+)
+MEMORY = [
+    Mistake(what, program, RuntimeError, given, allowed, "write sizes and strides that end within them")
+    for what, program, given, allowed in _OUTSIDE
+]
+
+NEWCOMERS = [*NOT_STRIDED, *DEVICES, *MEMORY]
