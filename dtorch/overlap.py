@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dtorch.graph import Handle
 from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.rules.call import Call, op_of
 from dtorch.shapes import is_dense
@@ -111,9 +112,9 @@ def num_bytes_of(spec: Spec) -> int:
 
 def memory_bytes(source: Any) -> int | None:
     """The size of the memory that a tensor is in; None where nobody here knows it."""
-    handle = source._handle
+    handle: Handle = source._handle
     root = handle.root
-    known = getattr(root, "num_bytes", None)
+    known: int | None = getattr(root, "num_bytes", None)
     if known is None:
         plan = getattr(root.origin, "plan", None)
         outputs = plan.outputs if plan is not None else ()
@@ -122,8 +123,8 @@ def memory_bytes(source: Any) -> int | None:
             known = num_bytes_of(made[0].spec)
     own = handle.offset_bytes + num_bytes_of(source._spec)  # more than the root was made with after resize_()
     if known is None:
-        return own if root is handle else None
-    return max(int(known), own)
+        return own if handle is handle.root else None
+    return max(known, own)
 
 
 def refuse_outside(source: Any, plan: OpPlan) -> None:
@@ -143,8 +144,8 @@ def refuse_outside(source: Any, plan: OpPlan) -> None:
         raise RuntimeError(
             f"setStorage: sizes {list(spec.shape)}, strides {list(spec.stride)}, storage offset {start // itemsize}, "
             f"and itemsize {itemsize} requiring a storage size of {needed} are out of bounds for storage of size "
-            f"{there}: as_strided() counts in the {there // itemsize} elements of the memory of the tensor; write sizes "
-            f"and strides that end within them"
+            f"{there}: as_strided() counts in the memory of the tensor, which has {there // itemsize} elements; write "
+            f"sizes and strides that end within them"
         )
 
 
