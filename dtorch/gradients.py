@@ -2,7 +2,7 @@
 
 Torch decomposes ``linear`` and ``matmul`` into views and ``mm`` before it differentiates them. A view that merges
 batch with heads has no placement when heads are cut, so here the products stay whole and their derivatives are
-written with products that do too. These are differentiable again.
+written with products that do too. These are differentiable again. ``conj()`` of real numbers is the tensor itself.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class _Matmul(torch.autograd.Function):
             gradient = gradient.unsqueeze(-2)
         of_left = of_right = None
         if ctx.needs_input_grad[0]:
-            of_left = _product(gradient, columns.mT, rows.shape)
+            of_left = _product(gradient, columns.mH, rows.shape)
             of_left = of_left if left.ndim > 1 else of_left.squeeze(0)
         if ctx.needs_input_grad[1]:
             rows = _rows_like(rows, gradient)
-            of_right = _product(rows.mT, gradient, columns.shape)
+            of_right = _product(rows.mH, gradient, columns.shape)
             of_right = of_right if right.ndim > 1 else of_right.squeeze(1)
         return of_left, of_right
 
@@ -66,11 +66,11 @@ class _Linear(torch.autograd.Function):
         gradient = _cut_like(gradient, ctx.spec)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = torch.matmul(gradient, weight)
+            of_x = torch.matmul(gradient, weight.conj())
         if ctx.needs_input_grad[1]:
             rows, given = (t if t.ndim > 1 else t.unsqueeze(0) for t in (gradient, x))
             given = _rows_like(given, rows)
-            of_weight = _product(rows.mT, given, weight.shape)
+            of_weight = _product(rows.mT, given.conj(), weight.shape)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(dim=tuple(range(gradient.ndim - 1))) if gradient.ndim > 1 else gradient
         return of_x, of_weight, of_bias
