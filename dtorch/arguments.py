@@ -40,6 +40,8 @@ def check_arguments(call: Call) -> None:
         _check_bits(call)
     elif base == "aten::embedding":
         _check_indices(call)
+    elif call.op.name in ("aten::view_as_real.default", "aten::view.dtype"):
+        _check_lazy(call)
 
 
 def _check_dim(call: Call) -> None:
@@ -69,6 +71,25 @@ def _check_bits(call: Call) -> None:
         raise NotImplementedError(
             f'"{name}_cpu" not implemented for {str(spec.dtype).removeprefix("torch.")!r}: only integers and bools '
             f"have bits; write x.to(torch.int64)"
+        )
+
+
+def _check_lazy(call: Call) -> None:
+    spec = call.inputs[0]
+    if call.op.name == "aten::view_as_real.default":
+        if spec.is_conj:
+            raise RuntimeError(
+                "view_as_real doesn't work on unresolved conjugated tensors.  To resolve the conjugate tensor so you "
+                "can view it as real, use self.resolve_conj(); however, be warned that the resulting tensor will NOT "
+                "alias the original."
+            )
+    elif not spec.is_resolved:
+        kind, name = (
+            ("conjugate view tensors", "conj") if spec.is_conj else ("tensors with negative bit set", "neg")
+        )
+        raise RuntimeError(
+            f"torch.Tensor.view is not supported for {kind} when converting to a different dtype. "
+            f"Write x.resolve_{name}().view(dtype), which does not alias x"
         )
 
 

@@ -90,7 +90,7 @@ def _issue_view(
     mirror = Mirror.of(base, layout)
     if mirror is None:
         name = op_of(found.entry.func).name
-        mirror = Mirror(base, converted(cls, base, layout, location), name)
+        mirror = Mirror(base, mirrored(cls, base, layout, location), name)
         log.add(found.moves, location, "auto")
     result = issue(cls, found.entry, graph, (mirror.copy,), location)
     return link_results(result, base, mirror)
@@ -130,6 +130,20 @@ def converted(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: in
     rows = _permuted(cls, tensor, order, location)
     moved = transfer(cls, rows, Layout(layout.mesh, placements), location)
     return _permuted(cls, moved, [order.index(dim) for dim in range(len(order))], location)
+
+
+def mirrored(cls: type[torch.Tensor], tensor: Any, layout: Layout, location: int) -> Any:
+    """As ``converted``, for views: a lazy conjugate, or negative, of a copy of what is in memory."""
+    spec = tensor._spec
+    copy = converted(cls, with_bits(tensor, False, False), layout, location)
+    return with_bits(copy, spec.is_conj, spec.is_neg)
+
+
+def with_bits(tensor: Any, is_conj: bool, is_neg: bool) -> Any:
+    """The same memory seen as it is, or as its lazy conjugate or negative."""
+    if tensor._spec.is_conj != is_conj:
+        tensor = aten._conj.default(tensor)
+    return tensor if tensor._spec.is_neg == is_neg else aten._neg_view.default(tensor)
 
 
 def _permuted(cls: type[torch.Tensor], tensor: Any, order: list[int], location: int) -> Any:

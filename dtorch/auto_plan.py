@@ -156,7 +156,7 @@ def _converted(call: Call, conversions: Sequence[tuple[int, Layout]]) -> list[Sp
     inputs = list(call.inputs)
     for index, layout in conversions:
         spec = inputs[index]
-        as_it_was = intern_spec(spec.shape, spec.dtype, layout, spec.stride)
+        as_it_was = intern_spec(spec.shape, spec.dtype, layout, spec.stride, spec.is_conj, spec.is_neg)
         inputs[index] = as_it_was if call.op.is_view else converted_spec(spec, layout)
     return inputs
 

@@ -416,6 +416,18 @@ def _is_pinned(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return False
 
 
+@special(aten._lazy_clone.default)
+def _lazy_clone(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """Torch copies at the first write; pieces are written to where nobody would notice."""
+    return aten.clone.default(*args)
+
+
+@special(aten.detach_.default)
+def _detach_(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """Comes here in inference mode only, where there is no history: ``torch.tensor`` asks for it."""
+    return args[0]
+
+
 @special(aten.equal.default)
 def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     first, second = args

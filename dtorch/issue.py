@@ -85,9 +85,11 @@ class Entry:
         #: ``as_strided``, whose result may lie anywhere in the memory of its input.
         self.counts_in_memory = func is torch.ops.aten.as_strided.default
         window = new[0].window if is_simple else None
-        self.is_simple = is_simple and window is None
+        # Symbols with the bits of ``Spec`` are made the longer way, so that the short one need not look for them.
+        is_fast = is_simple and new[0].spec.is_resolved
+        self.is_simple = is_fast and window is None
         #: The same for a view of its only input, whose handle has to say where in memory it is.
-        self.is_view = window is not None and len(plan.layouts) == 1 and not self.counts_in_memory
+        self.is_view = is_fast and window is not None and len(plan.layouts) == 1 and not self.counts_in_memory
         #: Where each value that it makes lies in memory, with the offset in bytes; empty when none is a view.
         windows: list[tuple[Window, int] | None] = [
             None if o.window is None else (o.window, o.window.offset * o.spec.dtype.itemsize) for o in new
@@ -109,10 +111,24 @@ class Entry:
         return str(self.func).removeprefix("aten.").partition(".")[0]
 
 
+def new_symbol(cls: type[torch.Tensor], spec: Spec) -> Any:
+    """A tensor of the user's for a value that it has yet to be given."""
+    symbol: Any = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE)
+    if not spec.is_resolved:
+        set_bits(symbol, spec.is_conj, spec.is_neg)
+    symbol._spec = spec
+    return symbol
+
+
+def set_bits(tensor: torch.Tensor, is_conj: bool, is_neg: bool) -> None:
+    """Tell torch whether the elements are the conjugates, and the negatives, of what is in memory."""
+    torch._C._set_conj(tensor, is_conj)
+    torch._C._set_neg(tensor, is_neg)
+
+
 def make_symbol(cls: type[torch.Tensor], spec: Spec, handle: Handle) -> Any:
     """A tensor of the user's for a value of the cluster."""
-    symbol: Any = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE)
-    symbol._spec = spec
+    symbol = new_symbol(cls, spec)
     symbol._handle = handle
     return symbol
 

@@ -24,11 +24,18 @@ import torch
 
 from dtorch import auto
 from dtorch.auto import Moved
-from dtorch.auto_issue import converted, copy_into, is_whole_memory, one_by_one, refuse_part_of_memory
+from dtorch.auto_issue import (
+    converted,
+    copy_into,
+    is_whole_memory,
+    mirrored,
+    one_by_one,
+    refuse_part_of_memory,
+)
 from dtorch.auto_plan import moved_bytes
 from dtorch.dispatch import SPECIAL, dispatch, is_composite
 from dtorch.graph import Handle
-from dtorch.issue import DEVICE
+from dtorch.issue import make_symbol, new_symbol
 from dtorch.location import capture
 from dtorch.resize import resized
 from dtorch.rules.call import Op, op_of
@@ -39,7 +46,6 @@ from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 
 aten = torch.ops.aten
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 #: The mirrors of a value that are in use, by its spec and their layout.
@@ -114,10 +120,7 @@ def link(spec: Spec, handle: Handle, mirror: Mirror, base: torch.Tensor) -> Link
     if torch.is_inference_mode_enabled() and not base.is_inference():
         with torch.inference_mode(False):
             return link(spec, handle, mirror, base)
-    symbol: Any = _make_wrapper(
-        LinkedTensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE
-    )
-    symbol._spec = spec
+    symbol = new_symbol(LinkedTensor, spec)
     symbol._mirror = mirror
     HANDLE.__set__(symbol, handle)
     return symbol  # type: ignore[no-any-return]  # made above
@@ -216,11 +219,7 @@ def _with_twins(value: Any, twins: dict[int, tuple[Any, Any]]) -> Any:
 
 def plain_symbol(tensor: Any) -> Tensor:
     """Another symbol, without history, for the same value."""
-    spec = tensor._spec
-    symbol: Any = _make_wrapper(Tensor, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE)
-    symbol._spec = spec
-    symbol._handle = tensor._handle
-    return symbol  # type: ignore[no-any-return]  # made above
+    return make_symbol(Tensor, tensor._spec, tensor._handle)  # type: ignore[no-any-return]  # of a Tensor
 
 
 def _written(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -298,8 +297,8 @@ def resized_copy(target: Any, shape: tuple[int, ...], stride: tuple[int, ...], l
     refuse_part_of_memory(target, "resize_")
     spec: Spec = target._spec
     whole = replicated(spec.layout.mesh)
-    copy = converted(Tensor, target, whole, location)
-    result = resized(copy, intern_spec(shape, spec.dtype, whole, stride), location)
+    copy = mirrored(Tensor, target, whole, location)
+    result = resized(copy, intern_spec(shape, spec.dtype, whole, stride, spec.is_conj, spec.is_neg), location)
     return link_results(result, target, Mirror(target, copy, "aten::resize_"))  # type: ignore[no-any-return]  # one view
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from dtorch.auto_issue import with_bits
 from dtorch.dispatch import special
 from dtorch.graph import Handle
 from dtorch.resize import adopt, resize
+from dtorch.spec import Spec
 from dtorch_runtime.errors import MixedTensorError, UnsupportedError
 
 aten = torch.ops.aten
@@ -76,13 +78,19 @@ def _set(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loc
             f"Could not set tensor of type {source.dtype} to a tensor of type {target.dtype}; "
             f"write x.set_(y.to(x.dtype))"
         )
-    return adopt(target, aten.detach.default(source))
+    return adopt(target, _as_it_is_seen(target, aten.detach.default(source)))
 
 
 @special(aten.set_.default)
 def _set_to_nothing(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     (target,) = args
-    return adopt(target, aten.new_empty.default(target, [0]))
+    return adopt(target, _as_it_is_seen(target, aten.new_empty.default(target, [0])))
+
+
+def _as_it_is_seen(target: Any, source: Any) -> Any:
+    """``set_`` takes memory: a target that is a lazy conjugate, or negative, sees the new one so too."""
+    spec: Spec = target._spec
+    return with_bits(source, spec.is_conj, spec.is_neg)
 
 
 @special(aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)

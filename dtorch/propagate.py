@@ -17,12 +17,11 @@ from dtorch.rules.explain import no_rule
 from dtorch.rules.tables import find_rule
 from dtorch.rules.whole import plan_whole
 from dtorch.shapes import ShapeNeedsData
-from dtorch.spec import intern_spec
 from dtorch_runtime.errors import InternalError, UnsupportedError
 from dtorch_runtime.ir.layout import Layout
 
 #: A new symbol for the same value: no worker has anything to do.
-_SAME_VALUE = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_lazy_clone"})
+_SAME_VALUE = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh"})
 
 
 def propagate(
@@ -63,8 +62,7 @@ def propagate(
         refuse_shared_elements(call)
     if op.base in _SAME_VALUE:
         spec = call.inputs[0]
-        same = intern_spec(spec.shape, spec.dtype, spec.layout, spec.stride)
-        return OpPlan(op=None, layouts=(spec.layout,), outputs=(SameValue(0, same),))
+        return OpPlan(op=None, layouts=(spec.layout,), outputs=(SameValue(0, spec),))
     rule = find_rule(op)
     try:
         if rule is not None and (rule.always or not call.is_replicated):

@@ -55,7 +55,11 @@ def resize(target: Any, size: list[int], memory_format: torch.memory_format | No
             f"resize_() to {size} would move elements between devices: the tensor is {spec}. Allowed: Replicate() on "
             f"every axis, or a tensor without elements. Write x = {redistribute('x', whole)}, then x.resize_(...)"
         )
-    result = resized(target, intern_spec(shape, spec.dtype, spec.layout, stride), location)
+    result = resized(
+        target,
+        intern_spec(shape, spec.dtype, spec.layout, stride, spec.is_conj, spec.is_neg),
+        location,
+    )
     return adopt(target, target._view_of_mine(result))
 
 

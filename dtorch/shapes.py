@@ -153,7 +153,11 @@ def run_on_meta(call: Call) -> Metas:
 
 def _to_meta(value: Any) -> Any:
     if type(value) is Spec:
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        meta = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        if not value.is_resolved:
+            torch._C._set_conj(meta, value.is_conj)
+            torch._C._set_neg(meta, value.is_neg)
+        return meta
     if type(value) in (list, tuple):
         return [_to_meta(item) for item in value]
     if isinstance(value, torch.device):

@@ -4,32 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from dtorch_runtime.ir.layout import Layout
 
-_interned: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, Layout], Spec] = {}
+_Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, Layout, bool, bool]
+_interned: dict[_Key, Spec] = {}
 
 #: Sizes are counted in 64 bits with a sign.
 _LIMIT = 2**63
 
 
 class Spec:
-    """Global shape, global strides (in elements), dtype and layout of a tensor.
+    """Global shape, global strides (in elements), dtype and layout of a tensor; and torch's two bits of lazy views.
+
+    ``is_conj`` and ``is_neg`` are those of the symbol and of every piece alike: the elements are the conjugates, or the
+    negatives, of what is in memory. Views keep them, what ops make has neither.
 
     Make one with ``intern_spec``: equal specs are the same object, so a cache may hash them by identity.
     """
 
-    __slots__ = ("dtype", "layout", "shape", "stride")
+    __slots__ = ("dtype", "is_conj", "is_neg", "is_resolved", "layout", "shape", "stride")
 
     def __init__(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, layout: Layout
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        layout: Layout,
+        is_conj: bool = False,
+        is_neg: bool = False,
     ) -> None:
         self.shape = shape
         self.stride = stride
         self.dtype = dtype
         self.layout = layout
+        self.is_conj = is_conj
+        self.is_neg = is_neg
+        #: Whether the elements are what is in memory: neither bit is set.
+        self.is_resolved = not (is_conj or is_neg)
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +65,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def intern_spec(
-    shape: Sequence[int], dtype: torch.dtype, layout: Layout, stride: Sequence[int] | None = None
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    layout: Layout,
+    stride: Sequence[int] | None = None,
+    is_conj: bool = False,
+    is_neg: bool = False,
 ) -> Spec:
     """The one spec with these fields; row-major strides when none are given.
 
@@ -59,11 +79,11 @@ def intern_spec(
     """
     shape = tuple(shape)
     strides = contiguous_stride(shape) if stride is None else tuple(stride)
-    key = (shape, strides, dtype, layout)
+    key = (shape, strides, dtype, layout, is_conj, is_neg)
     found = _interned.get(key)
     if found is None:
         _check_size(shape, strides, dtype)
-        found = _interned.setdefault(key, Spec(shape, strides, dtype, layout))
+        found = _interned.setdefault(key, Spec(*key))
     return found
 
 

@@ -12,7 +12,7 @@ from dtorch import printing, redistribute
 from dtorch.dispatch import dispatch, fetched
 from dtorch.future import TensorFuture
 from dtorch.graph import Graph, Handle
-from dtorch.issue import make_symbol
+from dtorch.issue import make_symbol, set_bits
 from dtorch.resize import adopt
 from dtorch.spec import Spec
 from dtorch_runtime.errors import MixedTensorError, UnsupportedError
@@ -102,13 +102,19 @@ class Tensor(torch.Tensor):
         """The value as a NumPy array. As in PyTorch, a tensor that requires grad needs ``force`` or ``detach()``.
 
         Raises:
-            RuntimeError: it requires grad.
+            RuntimeError: it requires grad, or is a lazy conjugate or negative, which NumPy knows as little.
         """
         if self.requires_grad and not force:
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; NumPy knows no "
                 "gradients: write x.detach().numpy(), or x.numpy(force=True)"
             )
+        for bit, is_set, name in (("conjugate", self.is_conj(), "conj"), ("negative", self.is_neg(), "neg")):
+            if is_set and not force:
+                raise RuntimeError(
+                    f"Can't call numpy() on Tensor that has {bit} bit set. Use tensor.resolve_{name}().numpy() "
+                    f"instead; or write x.numpy(force=True)"
+                )
         return (self.detach() if force else self).cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -215,9 +221,12 @@ class Tensor(torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
                 "moment; write x.detach() to copy its value, or x.clone() to copy it within the graph"
             )
+        is_resolved = self._spec.is_resolved  # torch gives lazy conjugates and negatives copies of their own
         with torch.no_grad():
-            copy: Any = self._copied_view(memo) if self._is_view() else self.detach().clone()
-        memo.setdefault(id(self._handle.root), copy)
+            is_kept_view = self._is_view() and is_resolved
+            copy: Any = self._copied_view(memo) if is_kept_view else self.detach().clone()
+        if is_resolved:
+            memo.setdefault(id(self._handle.root), copy)
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         vars(copy).update(deepcopy(vars(self), memo))
@@ -234,7 +243,12 @@ class Tensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled by value: what comes back is a CPU tensor, which ``.to("dtorch")`` or a state dict takes."""
-        local = fetched(self).requires_grad_(self.requires_grad)
+        local = fetched(self)
+        if self.is_conj():
+            local = local.conj_physical().conj()
+        if self.is_neg():
+            local = local.neg()._neg_view()
+        local.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             return torch.nn.Parameter(local, self.requires_grad).__reduce_ex__(protocol)
         return local.__reduce_ex__(protocol)
@@ -244,9 +258,15 @@ class Tensor(torch.Tensor):
 
         Torch's own side of it, history, hooks and version, stays as it is.
         """
-        torch.Tensor.data.__set__(self, source)  # type: ignore[attr-defined]  # a C descriptor
+        for tensor in (self, source):  # torch takes tensors that differ in them for incompatible
+            set_bits(tensor, False, False)
+        try:
+            torch.Tensor.data.__set__(self, source)  # type: ignore[attr-defined]  # a C descriptor
+            self._spec = source._spec
+        finally:
+            for tensor in (self, source):
+                set_bits(tensor, tensor._spec.is_conj, tensor._spec.is_neg)
         self.__class__ = type(source)
-        self._spec = source._spec
         HANDLE.__set__(self, HANDLE.__get__(source))
         self._mirror = getattr(source, "_mirror", None)
 

@@ -26,7 +26,12 @@ def _angle(call: Call) -> Metas | None:
     return None
 
 
+def _same(call: Call) -> Metas:
+    spec = call.inputs[0]
+    return (TensorMeta(spec.shape, spec.stride, spec.dtype),)
+
+
 rule("complex", "...,...->...", linear="a+b", slices="*", lifts=True, shape=_of_parts)
 rule("polar", "...,...->...", linear="a", slices="*", shape=_of_parts)
 rule("angle", "...->...", shape=_angle)
-rule("_neg_view", "...->...", linear="a")
+rule("_neg_view", "...->...", linear="a", shape=_same)

@@ -180,7 +180,8 @@ def _keeps_sums(call: Call) -> bool:
     return dtype is given or dtype.is_complex or (dtype.is_floating_point and not given.is_complex)
 
 
-rule("clone _conj _conj_physical", "...->...", moves="a", shape=_copy_shape)
+rule("clone _conj_physical", "...->...", moves="a", shape=_copy_shape)
+rule("_conj", "...->...", moves="a", shape=lambda call: _target(call))
 rule("alias_copy detach_copy lift_fresh_copy", "...->...", moves="a")
 rule("_to_copy", "...->...", linear="a", linear_if=_keeps_sums, shape=_copy_shape)
 rule("fill_.Scalar", "...->...", shape=lambda call: _target(call))

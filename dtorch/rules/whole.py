@@ -163,12 +163,19 @@ def pack_outputs(
 
 
 def _output(call: Call, viewed: str | None, meta: TensorMeta, layout: Layout) -> NewOutput:
-    spec = intern_spec(meta.shape, meta.dtype, layout, meta.stride)
     index = call.operands.get(viewed) if viewed is not None else None
     if not isinstance(index, int):
-        return NewOutput(spec)
+        bits = _bits(call, 0) if call.op.base == "aten::_unsafe_view" else (False, False)
+        return NewOutput(intern_spec(meta.shape, meta.dtype, layout, meta.stride, *bits))
+    spec = intern_spec(meta.shape, meta.dtype, layout, meta.stride, *_bits(call, index))
     is_absolute = call.op.base == "aten::as_strided" and call.get("storage_offset") is not None
     return NewOutput(spec, Window(index, meta.offset, is_absolute))
+
+
+def _bits(call: Call, index: int) -> tuple[bool, bool]:
+    """Whether a view of an input is a lazy conjugate, and a lazy negative."""
+    spec = call.inputs[index]
+    return spec.is_conj != (call.op.base == "aten::_conj"), spec.is_neg != (call.op.base == "aten::_neg_view")
 
 
 def default_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -48,13 +48,7 @@ def _collect() -> dict[str, Callable[..., Any]]:
                     break
     for name in ("linear", "silu", "gelu"):
         found[f"aten::{name}.default"] = getattr(torch._C._nn, name)
-    found["aten::view_as_real.default"] = _view_as_real
     return found
-
-
-def _view_as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The client cannot know that a tensor is conjugated without having been written, so it resolves nothing."""
-    return torch.view_as_real(tensor.resolve_conj())
 
 
 _bindings = _collect()

@@ -166,6 +166,8 @@ def facts(value: Any) -> Any:
         "requires_grad": value.requires_grad,
         "is_leaf": value.is_leaf,
         "is_inference": value.is_inference(),
+        "is_conj": value.is_conj(),
+        "is_neg": value.is_neg(),
     }
     local = value.detach()
     return {**seen, "value": local.to_torch() if isinstance(local, dtorch.Tensor) else local}

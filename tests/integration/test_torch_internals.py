@@ -1,4 +1,4 @@
-"""What torch makes for itself behind an op: tensors without memory, lazy conjugates, ops written in Python."""
+"""What torch makes for itself behind an op: tensors without memory, ops written in Python."""
 
 from __future__ import annotations
 
@@ -118,28 +118,3 @@ def test_sparse_results_are_refused(mesh: DeviceMesh, placement: dtorch.Placemen
     )
     with pytest.raises(dtorch.UnsupportedError, match="sparse=False"):
         rows.sum().backward()
-
-
-WRITES_THROUGH_CONJUGATES: dict[str, Callable[[torch.Tensor], object]] = {
-    "in place": lambda x: x.conj().mul_(2j),
-    "copy_": lambda x: x.conj().copy_(torch.ones_like(x) * 1j),
-    "fill_": lambda x: x.conj().fill_(3j),
-    "out=": lambda x: torch.add(x * 2, 1j, out=x.conj()),
-    "a column": lambda x: x.conj()[:, 1].add_(1j),
-    "transposed": lambda x: x.mH.add_(1j),
-    "twice": lambda x: x.conj().conj().add_(1j),
-}
-
-
-@pytest.mark.parametrize("write", WRITES_THROUGH_CONJUGATES.values(), ids=WRITES_THROUGH_CONJUGATES)
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
-def test_a_write_through_a_conjugate_reaches_the_tensor(
-    mesh: DeviceMesh, write: Callable[[torch.Tensor], object], placement: dtorch.Placement
-) -> None:
-    plain = torch.randn(4, 6, dtype=torch.complex64)
-    placed = dtorch.from_torch(plain, device_mesh=mesh, placements=[placement])
-    view = placed.conj()
-    write(placed)
-    write(plain)
-    torch.testing.assert_close(placed.to_torch(), plain)
-    torch.testing.assert_close(view.cpu(), plain.conj().resolve_conj())
