@@ -77,13 +77,13 @@ def resized(target: Any, spec: Spec, location: int) -> Any:
             outputs=(NewOutput(spec, Window(0, 0)),),
         )
         entry = graph.entries[key] = make_entry(graph.session, plan, "resize_", 1)
+    root = target._handle.root
+    start = target._handle.offset_bytes
+    root.num_bytes = max(memory_bytes(target) or 0, start + num_bytes_of(spec))
     return issue(target._symbol_class, entry, graph, (target,), location)
 
 
 def resize_outputs(
-    root = target._handle.root
-    start = target._handle.offset_bytes
-    root.num_bytes = max(memory_bytes(target) or 0, start + num_bytes_of(spec))
     tensors: Sequence[Any], sizes: Sequence[tuple[int, tuple[int, ...]]], location: int
 ) -> None:
     """Resize the ``out=`` tensors, given as (input index, shape), as torch does, with its warning."""
