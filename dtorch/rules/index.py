@@ -101,7 +101,7 @@ rule("bucketize.Tensor", "...,z->...", whole="z")
 # ------------------------------------------------------------------------------------------------- x[i, :, j]
 
 
-def _indexed(call: Call) -> list[tuple[int, list[int]]]:
+def indices_of(call: Call) -> list[tuple[int, list[int]]]:
     """Each index by its input number, with the dims that it stands for: one, or as many as a mask has."""
     of_indices = call.operands["indices"]
     assert isinstance(of_indices, tuple)
@@ -123,13 +123,13 @@ def is_mask_dtype(dtype: torch.dtype) -> bool:
     return dtype in (torch.bool, torch.uint8)
 
 
-def _picked(call: Call, dims: list[Dims | None]) -> Dims | None:
+def picked_dims(call: Call, dims: list[Dims | None]) -> Dims | None:
     """The letters of ``x[indices]``: the dims of the indices stand together, in place or in front.
 
     What a mask picks is one dim, which nothing can cut.
     """
     own = dims[0]
-    indices = _indexed(call)
+    indices = indices_of(call)
     if own is None or not indices:
         return None
     index_dims = [(None,) if is_mask_dtype(call.inputs[i].dtype) else dims[i] or () for i, _ in indices]
@@ -145,20 +145,20 @@ def _picked(call: Call, dims: list[Dims | None]) -> Dims | None:
     return (*rest[:at], *joined, *rest[at:])
 
 
-def _index_whole(call: Call, names: str) -> frozenset[str]:
-    return frozenset(names[dim] for _, covered in _indexed(call) for dim in covered)
+def index_whole(call: Call, names: str) -> frozenset[str]:
+    return frozenset(names[dim] for _, covered in indices_of(call) for dim in covered)
 
 
 def _index(call: Call) -> Equation | None:
     names = letters(len(call.inputs[0].shape))
     dims = assign([names, *["..."] * (len(call.inputs) - 1)], call.inputs)
-    picked = None if dims is None else _picked(call, dims)
+    picked = None if dims is None else picked_dims(call, dims)
     if dims is None or picked is None:
         return None
     return Equation(
         inputs=tuple(dims),
         outputs=(picked,),
-        whole=_index_whole(call, names),
+        whole=index_whole(call, names),
         terms=((0,),),
         kinds=ALL_KINDS,
         spreads=frozenset((0,)),
@@ -172,22 +172,22 @@ def _index_put(call: Call) -> Equation | None:
     parts: list[str | None] = [names, *["..."] * (len(call.inputs) - 1)]
     parts[values] = None
     masks = {
-        number: covered for number, covered in _indexed(call) if is_mask_dtype(call.inputs[number].dtype)
+        number: covered for number, covered in indices_of(call) if is_mask_dtype(call.inputs[number].dtype)
     }
     for number in masks:
         parts[number] = None
     dims = assign(parts, call.inputs)
-    picked = None if dims is None else _picked(call, dims)
+    picked = None if dims is None else picked_dims(call, dims)
     if dims is None or picked is None:
         return None
     for number, covered in masks.items():
         dims[number] = tuple(names[dim] for dim in covered)
-    dims[values] = _right_aligned(picked, call.inputs[values], call)
+    dims[values] = right_aligned(picked, call.inputs[values], call)
     accumulate = call.has("accumulate") and call.get("accumulate")
     return Equation(
         inputs=tuple(dims),
         outputs=(tuple(names),),
-        whole=_index_whole(call, names),
+        whole=index_whole(call, names),
         reduce="sum" if accumulate else None,
         terms=((0,), (values,)),
         kinds=LINEAR_KINDS if accumulate else ALL_KINDS,
@@ -196,7 +196,7 @@ def _index_put(call: Call) -> Equation | None:
     )
 
 
-def _right_aligned(picked: Dims, values: Spec, call: Call) -> Dims:
+def right_aligned(picked: Dims, values: Spec, call: Call) -> Dims:
     """The letters of values that are broadcast to what was picked."""
     tail = picked[len(picked) - len(values.shape) :] if values.shape else ()
     sizes = dict(zip(letters(len(call.inputs[0].shape)), call.inputs[0].shape))

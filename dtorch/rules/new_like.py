@@ -49,19 +49,25 @@ class LikeRule:
 
 @dataclass(frozen=True)
 class StridedRule:
-    """``x.new_empty_strided(size, stride)``, as autograd asks for when it stores a gradient: placed as ``x``."""
+    """``x.new_empty_strided(size, stride)``, as autograd asks for when it stores a gradient: placed as ``x``.
+
+    One of another shape is replicated.
+    """
 
     always: bool = False
 
     def plan(self, call: Call) -> OpPlan:
-        """The plan of a call. Raises PlacementError where ``x`` is not whole and the sizes differ or leave gaps."""
+        """The plan of a call. Raises PlacementError where the strides of a tensor that is cut leave gaps."""
         spec = call.inputs[0]
         if call.is_replicated:
             return plan_whole(call)
         shape, stride = tuple(call.get("size")), tuple(call.get("stride"))
-        if shape != spec.shape or not is_dense(shape, stride):
+        if shape != spec.shape:
+            replace: dict[str, Any] = {"device": DeviceArg()} if call.get("device") is not None else {}
+            return plan_same_op(call, shapes.infer(call), [replicated(spec.layout.mesh)], replace=replace)
+        if not is_dense(shape, stride):
             raise explain.refused(
-                call, "the sizes are not those of self, or leave gaps", self.signatures(call)
+                call, "the strides leave gaps, which pieces would not have", self.signatures(call)
             )
         layout = whole_where_partial(spec.layout)
         dtype = call.get("dtype") or spec.dtype
@@ -76,8 +82,8 @@ class StridedRule:
         )
 
     def signatures(self, call: Call) -> list[str]:
-        """Any placement of a tensor of the same sizes."""
-        return ["self: any, size as self -> as self, R where self is P", "self: R -> R"]
+        """Any placement will do for dense strides."""
+        return ["self: any -> as self, R where self is P or the size differs"]
 
 
 def _like_shape(call: Call) -> Metas | None:

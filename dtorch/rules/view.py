@@ -309,6 +309,24 @@ def _join(call: Call, new_dim: bool) -> Equation | None:
     )
 
 
+def _chunk_cat(call: Call) -> Equation | None:
+    """Dims in front of ``dim`` are those of every tensor; the others are padded, regrouped and joined."""
+    dim = wrap(call.get("dim"), len(call.inputs[0].shape))
+    if dim is None or any(len(spec.shape) <= dim for spec in call.inputs):
+        return None
+    names = letters(dim)
+    everyone = frozenset(range(len(call.inputs)))
+    return Equation(
+        inputs=tuple((*names, *"Z" * (len(spec.shape) - dim)) for spec in call.inputs),
+        outputs=((*names, None, None),),
+        whole=frozenset("Z"),
+        terms=tuple((i,) for i in sorted(everyone)),
+        lifts=True,
+        slices=everyone,
+    )
+
+
+register(full_names("_chunk_cat"), EquationRule(_chunk_cat))
 register(full_names("cat"), EquationRule(lambda call: _join(call, new_dim=False)))
 register(full_names("stack"), EquationRule(lambda call: _join(call, new_dim=True)))
 register_shape(["aten::cat"], shape.cat)

@@ -60,6 +60,40 @@ def embedding_shard(weight: torch.Tensor, indices: torch.Tensor, start: int) -> 
     return rows.masked_fill_(outside.unsqueeze(-1), 0)
 
 
+@kernel("masked_scatter_shard")
+def masked_scatter_shard(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    source: torch.Tensor,
+    shape: list[int],
+    starts: list[int],
+    sizes: list[int],
+    in_place: bool,
+) -> torch.Tensor | None:
+    """A piece of ``masked_scatter``: the mask, which is whole, says which element of the whole source comes where.
+
+    Args:
+        x: local; broadcast to ``sizes``.
+        shape: of the whole result, to which the mask is broadcast.
+        starts, sizes: of the piece in it.
+
+    Raises:
+        RuntimeError: the source has fewer elements than the mask asks for.
+    """
+    whole = mask.expand(shape)
+    order = whole.flatten().cumsum(0)
+    if order.numel() and int(order[-1]) > source.numel():
+        raise RuntimeError(
+            f"masked_scatter takes an element of source for each true element of the mask, {int(order[-1])}, but "
+            f"source has {source.numel()}"
+        )
+    target = x if in_place else x.expand(sizes).clone(memory_format=torch.contiguous_format)
+    index = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    here = whole[index]
+    target[here] = source.flatten()[order.view(shape)[index][here] - 1]
+    return None if in_place else target
+
+
 @kernel("factory_shard")
 def factory_shard(
     operator: str, args: list[Any], starts: list[int], sizes: list[int], **kwargs: Any

@@ -50,6 +50,9 @@ SCATTER = [
     call(aten.index_reduce.default, x(), 1, torch.tensor([0, 2]), real(4, 2), "amax"),
     call(aten.index_fill.int_Tensor, x(), 1, torch.tensor([0, 2]), real()),
     call(aten.rot90.default, real(4, 5, 3), 1, [0, 2]),
+    call(aten._chunk_cat.default, [real(4, 5, 3), real(4, 2)], 1, 2),
+    call(aten._chunk_cat.default, [real(4, 5, 3), real(4, 5, 1)], -1, 2, name="_chunk_cat behind two dims"),
+    call(aten._chunk_cat.default, [real(4, 5), real(3)], 0, 2, name="_chunk_cat of rows"),
     call(aten.rot90.default, real(4, 5, 3), 2, [1, 2], name="rot90 half"),
 ]
 SCATTER_AND_SPECIAL = [*SPECIAL, *SCATTER]

@@ -236,3 +236,11 @@ def test_new_tensors_with_strides(placement: Placement, stride: tuple[int, int])
     torch.testing.assert_close(gather(new), torch.zeros(4, 5))
     for piece in new.pieces.values():
         assert min(piece.shape) < 2 or (piece.stride(0) > piece.stride(1)) == (stride == (5, 1))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()])
+def test_a_new_tensor_of_another_size_is_whole(placement: Placement) -> None:
+    x = shard(torch.randn(4, 5), THREE, [placement])
+    new = run(aten.new_empty_strided.default, x, [2, 3], [7, 2])
+    assert (new.spec.shape, new.spec.stride, new.layout.placements) == ((2, 3), (7, 2), (Replicate(),))
+    assert {(tuple(piece.shape), piece.stride()) for piece in new.pieces.values()} == {((2, 3), (7, 2))}
