@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtorch.auto import Log, Moved
-from dtorch.auto_plan import memory_order
+from dtorch.auto_plan import memory_order, repeated_dims
 from dtorch.graph import Graph
 from dtorch.issue import Entry, issue, make_entry, transfer
 from dtorch.op_plan import OpPlan, SameTensor
@@ -90,10 +90,21 @@ def _issue_view(
     mirror = Mirror.of(base, layout)
     if mirror is None:
         name = op_of(found.entry.func).name
-        mirror = Mirror(base, mirrored(cls, base, layout, location), name)
+        once = unrepeated(base)
+        mirror = Mirror(once, mirrored(cls, once, layout, location), name)
         log.add(found.moves, location, "auto")
-    result = issue(cls, found.entry, graph, (mirror.copy,), location)
+    copy = mirror.copy
+    if copy._spec.shape != base._spec.shape:
+        copy = aten.expand.default(copy, base._spec.shape)
+    result = issue(cls, found.entry, graph, (copy,), location)
     return link_results(result, base, mirror)
+
+
+def unrepeated(base: Any) -> Any:
+    """An expanded tensor without its repetitions, which a copy would have in memory of their own; else itself."""
+    for dim in repeated_dims(base._spec):
+        base = aten.slice.Tensor(base, dim, 0, 1)
+    return base
 
 
 def is_entangled(found: AutoEntry, tensors: Sequence[Any]) -> bool:

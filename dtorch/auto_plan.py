@@ -114,6 +114,13 @@ def memory_order(spec: Spec) -> list[int] | None:
     return sorted(range(len(stride)), key=lambda dim: -stride[dim])
 
 
+def repeated_dims(spec: Spec) -> set[int]:
+    """The dims along which an expanded tensor repeats one row."""
+    return {
+        d for d, (size, step) in enumerate(zip(spec.shape, spec.stride, strict=True)) if size > 1 and not step
+    }
+
+
 def _moves(call: Call, found: AutoPlan) -> tuple[Moved, ...]:
     inputs = _converted(call, found.conversions)
     changed = call.with_inputs(inputs)
@@ -183,6 +190,8 @@ def _total_cost(inputs: Sequence[Spec], layouts: Sequence[Layout], written: Sequ
 
 def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
     """The plan of one candidate; None when the rule refuses it."""
+    if call.op.is_view and repeated_dims(call.inputs[0]).intersection(_cut_dims(layouts[0])):
+        return None  # what is written to one repetition has to be in all of them, on one device
     conversions = [
         (index, layout)
         for index, (spec, layout) in enumerate(zip(call.inputs, layouts, strict=True))
@@ -196,9 +205,15 @@ def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
     if call.op.is_view and plan.conversions:
         return None  # the result must be a view of the one copy that is kept equal to the tensor
     back = tuple(index for index, _ in conversions if index in call.written)
+    if any(shapes.may_share_elements(call.inputs[index]) for index in back):
+        return None  # torch copies into no tensor whose elements share memory
     cost = _total_cost(call.inputs, layouts, back)
     cost += sum(_cost(changed.inputs[index], layout) for index, layout in plan.conversions)
     return AutoPlan(plan, tuple(conversions), back, cost)
+
+
+def _cut_dims(layout: Layout) -> list[int]:
+    return [placement.dim for placement in layout.placements if isinstance(placement, Shard)]
 
 
 # ------------------------------------------------------------------------------------------------- candidates

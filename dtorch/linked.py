@@ -40,6 +40,7 @@ from dtorch.location import capture
 from dtorch.resize import resized
 from dtorch.rules.call import Op, op_of
 from dtorch.rules.whole import replicated
+from dtorch.shapes import may_share_elements
 from dtorch.spec import Spec, intern_spec
 from dtorch.tensors import HANDLE, Tensor
 from dtorch_runtime.errors import PlacementError
@@ -159,6 +160,7 @@ def dispatch_linked(
             _again(func, *part)
         return None
     _check_independent(op, written)
+    _check_own_memory(op, written)
     twins = _twins_of_bases(written, (args, kwargs))
     plain_args, plain_kwargs = _with_twins(args, twins), _with_twins(kwargs, twins)
     mirrors = {id(t._mirror): t._mirror for t, _ in twins.values() if type(t) is LinkedTensor}
@@ -259,6 +261,19 @@ def _check_independent(op: Op, written: Sequence[Any]) -> None:
             raise PlacementError(
                 f"{op} writes to several views of one tensor, which auto_redistribute() made on other devices; "
                 f"write to them one after the other"
+            )
+
+
+def _check_own_memory(op: Op, written: Sequence[Any]) -> None:
+    """A copy of a tensor whose elements share memory has an element of its own for each: only one would be written."""
+    for tensor in written:
+        mirror = getattr(tensor, "_mirror", None)
+        if mirror is not None and may_share_elements(mirror.base._spec):
+            spec: Spec = mirror.base._spec
+            raise PlacementError(
+                f"{op} writes to a view that auto_redistribute() made of a tensor whose elements share memory, of "
+                f"shape {list(spec.shape)} with strides {list(spec.stride)}. Allowed are views of tensors with one "
+                f"element at each place in memory; write to the tensor that this one is a view of"
             )
 
 

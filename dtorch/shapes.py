@@ -261,6 +261,17 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def may_share_elements(spec: Spec) -> bool:
+    """Whether two elements may be one place in memory: some dim steps over less than what lies within it."""
+    reach = 0
+    for step, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return 0 not in spec.shape
+            reach += step * (size - 1)
+    return False
+
+
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """The common shape, or None when there is none."""
     if all(shape == shapes[0] for shape in shapes):

@@ -448,3 +448,39 @@ def test_writing_to_an_expanded_tensor_is_refused_as_in_torch(mesh: DeviceMesh) 
     expanded = send(A[0], mesh, Shard(0)).expand(4, 6)
     with dtorch.auto_redistribute(), pytest.raises(RuntimeError, match="more than one element"):
         expanded.add_(send(B, mesh, Shard(0)))
+
+
+def _writes_through_repetitions(a: Any) -> Any:
+    wide = a[:, :1].expand(4, 5)
+    row, column, diagonal = wide[2], wide[:, 1], wide.diagonal(1)
+    column.mul_(2)
+    row[:1].add_(1)
+    diagonal[1:3].add_(row[1:2])
+    a.add_(1)
+    three = a.expand(3, 4, 6)
+    three[1, 2, 3:5].zero_()
+    three.transpose(0, 2).diagonal()[0, :1].add_(7)
+    return [a, row, column, diagonal, three, wide[1:]]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_writes_to_one_repetition_are_in_all(mesh: DeviceMesh, placement: Any) -> None:
+    check_program(mesh, _writes_through_repetitions, [(placement,)], A)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_writes_to_windows_that_overlap_are_refused(mesh: DeviceMesh, placement: Any) -> None:
+    check_program(mesh, lambda a: [a.unfold(0, 2, 1)[:, 1] * 2, a.unfold(1, 2, 1)[1] * 2], [(placement,)], A)
+    with dtorch.auto_redistribute():
+        windows = send(A, mesh, placement).unfold(1 - placement.dim, 2, 1)
+        column = windows.select(placement.dim, 1)
+        with pytest.raises(dtorch.PlacementError, match="share memory.*write to the tensor that this one is"):
+            column[0].zero_()
+
+
+@pytest.mark.filterwarnings("ignore:Use of index_fill_ on expanded")
+def test_a_copy_is_not_brought_back_into_an_expanded_tensor(mesh: DeviceMesh) -> None:
+    index = dtorch.tensor([1, 2], device_mesh=mesh)
+    expanded = send(A[0], mesh, Shard(0)).expand(4, 6)
+    with dtorch.auto_redistribute(), pytest.raises(dtorch.PlacementError, match=r"self\.redistribute\("):
+        expanded.index_fill_(1, index, 0)
