@@ -223,6 +223,10 @@ def parse(notation: str) -> _Parsed:
     return _Parsed(tuple(left.split(",")), tuple(right.split(",")))
 
 
+#: Equations that one rule keeps: one for each pattern of ranks and sizes of 1.
+_MAX_BOUND = 1024
+
+
 @dataclass(frozen=True)
 class Binder:
     """Turns a notation and a call into an equation."""
@@ -239,6 +243,7 @@ class Binder:
     grouped: str = ""
     unaffected: frozenset[int] = frozenset()
     linear_if: Callable[[Call], bool] | None = field(default=None, repr=False)
+    _bound: dict[Any, Equation | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def parsed(self, call: Call) -> _Parsed:
         """The notation of a call."""
@@ -258,6 +263,27 @@ class Binder:
 
     def __call__(self, call: Call) -> Equation | None:
         """The equation of a call; None when the ranks do not fit the notation."""
+        key = self._key(call)
+        if key not in self._bound:
+            if len(self._bound) >= _MAX_BOUND:
+                self._bound.clear()
+            self._bound[key] = self._bind(call)
+        return self._bound[key]
+
+    def _key(self, call: Call) -> tuple[Any, ...]:
+        """All of a call that decides about its equation. Of sizes, only whether they are 1."""
+        return (
+            call.op,
+            self.notation if isinstance(self.notation, str) else self.notation(call),
+            self.whole if isinstance(self.whole, str) else frozenset(self.whole(call)),
+            self.reduce(call) if callable(self.reduce) else self.reduce,
+            self.linear_if is None or self.linear_if(call),
+            tuple([_given(call, name) if item is None else item for name, item in call.operands.items()]),
+            tuple([tuple([size == 1 for size in spec.shape]) for spec in call.inputs]),
+            call.written,
+        )
+
+    def _bind(self, call: Call) -> Equation | None:
         parsed = self.parsed(call)
         parts, of_operand = self.parts(call)
         dims = assign(parts, call.inputs)
@@ -288,6 +314,11 @@ def _operands(call: Call) -> list[str]:
     op = call.op
     is_out = () if op.is_inplace else op.returned_parameter
     return [p.name for p in op.tensor_parameters if not (p.writes and p.name in is_out)]
+
+
+def _given(call: Call, name: str) -> str:
+    """What a parameter without a tensor got."""
+    return "nothing" if call.get(name) is None else "a constant"
 
 
 def _is_constant(call: Call, name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -21,6 +21,11 @@ from dtorch_runtime.ir.placement import Partial, Placement, Placements, ReduceOp
 Dims: TypeAlias = tuple[str | None, ...]
 #: How one mesh axis holds a tensor: None, the sharded dim, or the kind of Partial.
 Code: TypeAlias = "int | ReduceOp | None"
+
+#: A layout for each input.
+Layouts: TypeAlias = tuple[Layout, ...]
+#: The (ranks, unit) of each axis that cuts a dim, outermost first.
+Ranks: TypeAlias = tuple[tuple[int, int], ...]
 
 LINEAR_KINDS: tuple[ReduceOp, ...] = ("sum", "avg")
 ALL_KINDS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
@@ -62,6 +67,15 @@ class Equation:
     spreads: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
     grouped: frozenset[str] = frozenset()
+    #: Kept, because equations are looked up by their value at every plan.
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        values = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def reduction(self, output: int) -> ReduceOp | None:
         """What sharding a letter leaves in an output that lacks it."""
@@ -158,6 +172,19 @@ class Matched:
     conversions: tuple[tuple[int, Layout], ...]
     #: The letter that each mesh axis cuts.
     letters: tuple[str | None, ...]
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The tensors that have a letter which some axes cut."""
+
+    letter: str
+    axes: tuple[int, ...]
+    #: (input, the dim with the letter, the (ranks, unit) of each axis that cuts it)
+    inputs: tuple[tuple[int, int, Ranks], ...]
+    #: The same for outputs.
+    outputs: tuple[tuple[int, int, Ranks], ...]
 
 
 def match(
@@ -168,17 +195,30 @@ def match(
     Raises:
         Mismatch: none fits along some axis, or two inputs are cut at different places.
     """
-    mesh = inputs[0].layout.mesh
+    found = _matched(equation, tuple([spec.layout for spec in inputs]))
+    for cut in found.cuts:
+        _check_cut(equation, inputs, out_shapes, cut)
+    return found
+
+
+@lru_cache(maxsize=16384)
+def _matched(equation: Equation, layouts: Layouts) -> Matched:
+    """What does not depend on sizes.
+
+    Raises:
+        Mismatch: no signature fits along some axis.
+    """
+    mesh = layouts[0].mesh
     chosen = [
-        choose(equation, tuple(code(spec.layout.placements[axis]) for spec in inputs), axis)
+        choose(equation, tuple(code(layout.placements[axis]) for layout in layouts), axis)
         for axis in range(mesh.ndim)
     ]
-    units = _units(equation, inputs, chosen)
+    units = _units(equation, layouts, chosen)
     wanted = []
     conversions = []
-    for index, spec in enumerate(inputs):
-        layout = _input_layout(equation, index, spec, chosen, units)
-        if layout is not spec.layout:
+    for index, given in enumerate(layouts):
+        layout = _input_layout(equation, index, given, chosen, units)
+        if layout is not given:
             conversions.append((index, layout))
         wanted.append(layout)
     outputs = []
@@ -186,8 +226,25 @@ def match(
         placements = tuple(_place(s.outputs[index], units[axis]) for axis, s in enumerate(chosen))
         outputs.append(layout_of(mesh, placements))
     letters = tuple(s.letter for s in chosen)
-    _check_cuts(equation, inputs, wanted, out_shapes, outputs, letters)
-    return Matched(tuple(wanted), tuple(outputs), tuple(conversions), letters)
+    cuts = tuple(
+        Cut(
+            letter,
+            tuple(axis for axis, found in enumerate(letters) if found == letter),
+            tuple(_cut_dims(letter, equation.inputs, wanted)),
+            tuple(_cut_dims(letter, equation.outputs, outputs)),
+        )
+        for letter in dict.fromkeys(found for found in letters if found is not None)
+    )
+    return Matched(tuple(wanted), tuple(outputs), tuple(conversions), letters, cuts)
+
+
+def _cut_dims(
+    letter: str, tensors: Sequence[Dims | None], layouts: Sequence[Layout]
+) -> Iterator[tuple[int, int, Ranks]]:
+    for index, (dims, layout) in enumerate(zip(tensors, layouts, strict=True)):
+        if dims is not None and letter in dims:
+            dim = dims.index(letter)
+            yield index, dim, dim_cuts(layout, dim)
 
 
 @lru_cache(maxsize=16384)
@@ -271,7 +328,7 @@ def _place(coded: Code, unit: int) -> Placement:
     return Shard(coded, unit) if isinstance(coded, int) else Partial(coded)
 
 
-def _units(equation: Equation, inputs: Sequence[Spec], chosen: Sequence[Signature]) -> list[int]:
+def _units(equation: Equation, layouts: Layouts, chosen: Sequence[Signature]) -> list[int]:
     """The unit of the cut on each axis: those of one input with the coarsest, so that nested cuts agree."""
     units = [1] * len(chosen)
     axes_of: dict[str, list[int]] = {}
@@ -280,10 +337,10 @@ def _units(equation: Equation, inputs: Sequence[Spec], chosen: Sequence[Signatur
             axes_of.setdefault(signature.letter, []).append(axis)
     for axes in axes_of.values():
         best: tuple[int, ...] = ()
-        for index, spec in enumerate(inputs):
+        for index, layout in enumerate(layouts):
             found = []
             for axis in axes:
-                placement = spec.layout.placements[axis]
+                placement = layout.placements[axis]
                 want = chosen[axis].inputs[index]
                 if isinstance(want, int) and isinstance(placement, Shard) and placement.dim == want:
                     found.append(placement.unit)
@@ -294,24 +351,24 @@ def _units(equation: Equation, inputs: Sequence[Spec], chosen: Sequence[Signatur
                         units[axis] = unit
         if best[0] < len(axes):
             for axis in axes:
-                units[axis] = _first_unit(inputs, chosen[axis], axis)
+                units[axis] = _first_unit(layouts, chosen[axis], axis)
     return units
 
 
-def _first_unit(inputs: Sequence[Spec], signature: Signature, axis: int) -> int:
-    for spec, want in zip(inputs, signature.inputs, strict=True):
-        placement = spec.layout.placements[axis]
+def _first_unit(layouts: Layouts, signature: Signature, axis: int) -> int:
+    for layout, want in zip(layouts, signature.inputs, strict=True):
+        placement = layout.placements[axis]
         if isinstance(placement, Shard) and placement.dim == want:
             return placement.unit
     return 1
 
 
 def _input_layout(
-    equation: Equation, index: int, spec: Spec, chosen: Sequence[Signature], units: Sequence[int]
+    equation: Equation, index: int, layout: Layout, chosen: Sequence[Signature], units: Sequence[int]
 ) -> Layout:
     if equation.inputs[index] is None:
-        return spec.layout
-    placements = list(spec.layout.placements)
+        return layout
+    placements = list(layout.placements)
     changed = False
     for axis, signature in enumerate(chosen):
         want, have = signature.inputs[index], placements[axis]
@@ -319,17 +376,17 @@ def _input_layout(
             placements[axis] = _place(want, units[axis])
             changed = True
             if index not in equation.converts and isinstance(want, int):
-                _check_nested(index, want, axis, spec)
+                _check_nested(index, want, axis, layout)
             elif index in equation.spreads and isinstance(have, Shard):
                 staying = [s.inputs[index] for s in chosen[axis + 1 :]]
                 if have.dim in staying:
                     raise Mismatch(f"{_name(index)} is cut along dim {have.dim} by several axes", axis)
-    return layout_of(spec.layout.mesh, tuple(placements)) if changed else spec.layout
+    return layout_of(layout.mesh, tuple(placements)) if changed else layout
 
 
-def _check_nested(index: int, dim: int, axis: int, spec: Spec) -> None:
+def _check_nested(index: int, dim: int, axis: int, layout: Layout) -> None:
     """A local slice must be inside what the device has: later axes must not cut the dim already."""
-    for later in spec.layout.placements[axis + 1 :]:
+    for later in layout.placements[axis + 1 :]:
         if isinstance(later, Shard) and later.dim == dim:
             raise Mismatch(
                 f"{_name(index)} is cut along dim {dim} by a later axis only, so a local slice does not give its part",
@@ -337,37 +394,32 @@ def _check_nested(index: int, dim: int, axis: int, spec: Spec) -> None:
             )
 
 
-def _check_cuts(
-    equation: Equation,
-    inputs: Sequence[Spec],
-    wanted: Sequence[Layout],
-    out_shapes: Sequence[tuple[int, ...] | None],
-    outputs: Sequence[Layout],
-    letters: tuple[str | None, ...],
+def _check_cut(
+    equation: Equation, inputs: Sequence[Spec], out_shapes: Sequence[tuple[int, ...] | None], cut: Cut
 ) -> None:
-    """Every tensor that has a cut letter must be cut at the same places."""
-    for letter in {found for found in letters if found is not None}:
-        axes = [axis for axis, found in enumerate(letters) if found == letter]
-        tensors = [
-            (index, dims.index(letter), spec.shape, wanted[index])
-            for index, (dims, spec) in enumerate(zip(equation.inputs, inputs, strict=True))
-            if dims is not None and letter in dims
-        ]
-        tensors += [
-            (-1, dims.index(letter), shape, layout)
-            for dims, shape, layout in zip(equation.outputs, out_shapes, outputs, strict=True)
-            if shape is not None and letter in dims
-        ]
-        largest = max(shape[dim] for _, dim, shape, _ in tensors)
-        places: dict[tuple[int, ...], int] = {}
-        for index, dim, shape, layout in tensors:
-            cuts = nested_cuts(shape[dim], dim_cuts(layout, dim))
-            if letter in equation.grouped and shape[dim]:
-                cuts = tuple(at * (largest // shape[dim]) for at in cuts)
-            places.setdefault(cuts, index)
-        if len(places) > 1:
-            recut = _recut(equation, inputs, places, letter, axes)
-            raise Mismatch(_cut_differently(places), axes[-1], recut)
+    """Every tensor that has a cut letter must be cut at the same places.
+
+    Raises:
+        Mismatch: two of them are not.
+    """
+    tensors = [(index, inputs[index].shape[dim], ranks) for index, dim, ranks in cut.inputs]
+    for index, dim, ranks in cut.outputs:
+        shape = out_shapes[index]
+        if shape is not None:
+            tensors.append((-1, shape[dim], ranks))
+    _, largest, ranks = tensors[0]
+    if all(size == largest and other == ranks for _, size, other in tensors):
+        return
+    largest = max(size for _, size, _ in tensors)
+    places: dict[tuple[int, ...], int] = {}
+    for index, size, ranks in tensors:
+        ends = nested_cuts(size, ranks)
+        if cut.letter in equation.grouped and size:
+            ends = tuple(at * (largest // size) for at in ends)
+        places.setdefault(ends, index)
+    if len(places) > 1:
+        recut = _recut(equation, inputs, places, cut.letter, cut.axes)
+        raise Mismatch(_cut_differently(places), cut.axes[-1], recut)
 
 
 def _recut(
@@ -375,7 +427,7 @@ def _recut(
     inputs: Sequence[Spec],
     places: dict[tuple[int, ...], int],
     letter: str,
-    axes: list[int],
+    axes: Sequence[int],
 ) -> tuple[int, Placements] | None:
     """Cut the second input as the first."""
     first, second, *_ = places.values()
@@ -401,7 +453,7 @@ def _cut_differently(places: dict[tuple[int, ...], int]) -> str:
 
 
 @lru_cache(maxsize=16384)
-def nested_cuts(size: int, cuts: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+def nested_cuts(size: int, cuts: Ranks) -> tuple[int, ...]:
     """Where a dim is cut by axes of (ranks, unit), one inside the other: the ends of all pieces, in order."""
     pieces = [(0, size)]
     for num_ranks, unit in cuts:
@@ -413,7 +465,7 @@ def nested_cuts(size: int, cuts: tuple[tuple[int, int], ...]) -> tuple[int, ...]
     return tuple(stop for _, stop in pieces)
 
 
-def dim_cuts(layout: Layout, dim: int) -> tuple[tuple[int, int], ...]:
+def dim_cuts(layout: Layout, dim: int) -> Ranks:
     """The (ranks, unit) of each axis that cuts a dim, outermost first."""
     return tuple(
         (layout.mesh.shape[axis], placement.unit)
