@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from dtorch_runtime.errors import SettingError
+
+#: Variables that are no settings: they say which cluster a program joins.
+OTHER_VARIABLES = frozenset(("DTORCH_ADDRESS", "DTORCH_KEYS", "DTORCH_SESSION_KEY"))
+#: Unknown variables that were warned of; each is once.
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +73,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
-        """Settings from ``DTORCH_*`` variables; keyword arguments win.
+        """Settings from ``DTORCH_*`` variables; keyword arguments win. Warns of those that nobody reads.
 
         Raises:
             SettingError: a variable cannot be read as its field's type, or has a value it cannot have.
@@ -77,6 +84,7 @@ class Settings:
             name = f"DTORCH_{field.name.upper()}"
             if name in source:
                 values[field.name] = _parse(name, str(field.type), source[name])
+        _warn_of_unknown(source, [f"DTORCH_{field.name.upper()}" for field in fields(cls)])
         return cls(**(values | overrides))
 
 
@@ -90,6 +98,17 @@ _BOOLS = {
     "no": False,
     "off": False,
 }
+
+
+def _warn_of_unknown(source: Mapping[str, str], settings: list[str]) -> None:
+    known = [*settings, *sorted(OTHER_VARIABLES)]
+    for name in sorted(source):
+        if name.startswith("DTORCH_") and name not in known and name not in _warned:
+            _warned.add(name)
+            rests = [other.removeprefix("DTORCH_") for other in known]
+            near = difflib.get_close_matches(name.removeprefix("DTORCH_").upper(), rests, n=1)
+            advice = f"did you mean DTORCH_{near[0]}?" if near else f"known are {', '.join(known)}"
+            warnings.warn(f"the environment has {name}, which DTorch does not read: {advice}", stacklevel=3)
 
 
 def _parse(name: str, kind: str, text: str) -> Any:

@@ -21,7 +21,7 @@ from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.testing.wait import wait_until
 
 #: Set in the environment of the test run, inherited by everything that it starts, and by nothing else.
-RUN_MARKER = "DTORCH_TEST_RUN"
+RUN_MARKER = "TEST_RUN_OF_DTORCH"
 
 _SHARED_MEMORY = Path("/dev/shm")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dtorch_runtime.settings import Settings
+from dtorch_runtime.settings import OTHER_VARIABLES, Settings
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"dtorch": "dtorch", "dtorch_runtime": "dtorch_runtime", "dtorch_launcher": "launcher"}
@@ -143,6 +143,7 @@ def test_every_environment_variable_in_the_code_is_documented() -> None:
     files = [path for package in PACKAGES for path in modules(package).values()]
     used = {name for path in files for name in re.findall(r"\bDTORCH_[A-Z_]+[A-Z]\b", path.read_text())}
     assert used <= documented
+    assert documented == {f"DTORCH_{field.name.upper()}" for field in fields(Settings)} | OTHER_VARIABLES
 
 
 def test_links_in_documents_lead_somewhere() -> None:

@@ -1,0 +1,42 @@
+"""Variables that nobody reads are told of, once each, with what was meant."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from dtorch_runtime import settings
+from dtorch_runtime.settings import OTHER_VARIABLES, Settings
+
+
+@pytest.fixture(autouse=True)
+def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_warned", set())
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("DTORCH_WAIT_TIMEOUT", r"did you mean DTORCH_WAIT_TIMEOUT_S\?"),
+        ("DTORCH_THREADS", r"did you mean DTORCH_NUM_THREADS\?"),
+        ("DTORCH_ADRESS", r"did you mean DTORCH_ADDRESS\?"),
+        ("DTORCH_ZZZ", r"known are DTORCH_WAIT_TIMEOUT_S, .*DTORCH_SESSION_KEY"),
+    ],
+)
+def test_an_unknown_variable_warns_once(name: str, advice: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name}, which DTorch does not read: {advice}") as caught:
+        Settings.from_environment({name: "1"})
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Settings.from_environment({name: "1"})
+
+
+def test_known_variables_and_those_of_others_do_not() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Settings.from_environment(
+            {"DTORCH_NUM_THREADS": "3", "TORCH_LOGS": "x", **dict.fromkeys(OTHER_VARIABLES, "x")}
+        )
+    assert found.num_threads == 3
