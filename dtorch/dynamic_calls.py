@@ -11,9 +11,18 @@ from typing import Any
 import torch
 
 from dtorch.dispatch import dispatch, fetched, special
+from dtorch.factory import from_torch
+from dtorch.issue import issue, make_entry
+from dtorch.meshes import layout_record
+from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.resize import resize_outputs
 from dtorch.rules.call import Call, op_of
+from dtorch.rules.equation import layout_of
 from dtorch.rules.index import is_mask_dtype
+from dtorch.spec import intern_spec
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.placement import Partial, Replicate, Shard
+from dtorch_runtime.wire.records import LocalStart, Slot
 
 aten = torch.ops.aten
 
@@ -119,6 +128,75 @@ def _bincount(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     # In two dims, because a new tensor of the shape of x would be cut as x is.
     zeros = aten.select.int(aten.new_zeros.default(x, [1, size], dtype=weights.dtype), 0, 0)
     return aten.index_add.default(zeros, 0, x, weights)
+
+
+@special(aten.nonzero.default)
+def _nonzero(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """Places in a tensor whose rows are cut: once their number in each row is known, each device adds its own."""
+    (x,) = args
+    if type(x) is not cls or not _is_cut_by_rows(x._spec.layout):
+        return NotImplemented
+    ones = aten._to_copy.default(aten.ne.Scalar(x, 0), dtype=torch.int64)
+    counts = ones if x.ndim == 1 else aten.sum.dim_IntList(ones, list(range(1, x.ndim)))
+    per_row = fetched(counts)
+    starts = from_torch(per_row.cumsum(0) - per_row, device_mesh=x.device_mesh, placements=x.placements)
+    return _places(x, starts, int(per_row.sum()), location)
+
+
+def _places(x: Any, starts: Any, num_places: int, location: int) -> Any:
+    """The places of all devices' rows as a sum. ``starts`` (rows): how many come before each row."""
+    spec, graph = x._spec, x._handle.graph
+    key = ("nonzero", spec, num_places)
+    entry = graph.entries.get(key)
+    if entry is None:
+        layout = spec.layout
+        terms = tuple(Partial() if isinstance(p, Shard) else p for p in layout.placements)
+        shape = (num_places, len(spec.shape))
+        first = LocalStart(list(spec.shape), layout_record(layout), 0)
+        plan = OpPlan(
+            op="dtorch::nonzero_shard",
+            args=(Slot(0), Slot(1), first, num_places),
+            layouts=(layout, starts._spec.layout),
+            # Torch lists the first numbers of all places, then the second ones.
+            outputs=(
+                NewOutput(
+                    intern_spec(shape, torch.int64, layout_of(layout.mesh, terms), (1, max(num_places, 1)))
+                ),
+            ),
+        )
+        entry = graph.entries[key] = make_entry(graph.session, plan, "nonzero", 2)
+    return issue(x._symbol_class, entry, graph, (x, starts), location)
+
+
+def _is_cut_by_rows(layout: Layout) -> bool:
+    """Whether a device's elements follow one another in the whole."""
+    return not layout.is_replicated and all(
+        isinstance(p, Replicate) or (isinstance(p, Shard) and p.dim == 0) for p in layout.placements
+    )
+
+
+@special(aten.nonzero_static.default)
+def _nonzero_static(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """The first places, and rows of ``fill_value`` where there are not so many."""
+    (x,) = args
+    if type(x) is not cls or not _is_cut_by_rows(x._spec.layout):
+        return NotImplemented
+    size = kwargs["size"]
+    places = aten.slice.Tensor(aten.nonzero.default(x), 0, 0, size)
+    missing = size - places.shape[0]
+    fill = aten.new_full.default(places, [missing, x.ndim], kwargs.get("fill_value", -1))
+    return aten.cat.default([places, fill])
+
+
+@special(aten.masked_select.default)
+def _masked_select(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
+    """What a whole mask selects of a cut tensor: ``x[mask]`` of both, broadcast to one another."""
+    x, mask = args
+    if type(x) is not cls or type(mask) is not cls or not _is_whole(cls, (mask,)) or _is_whole(cls, (x,)):
+        return NotImplemented
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    x, mask = aten.expand.default(x, shape), aten.expand.default(mask, shape)
+    return aten.index.Tensor(x, _numbers([mask])) if shape else NotImplemented
 
 
 @special(aten.nonzero.out, aten.masked_select.out)

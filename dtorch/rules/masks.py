@@ -121,7 +121,7 @@ def _masked_index_put(call: Call) -> Equation | None:
 
 
 def _masked(call: Call, others: tuple[int, ...]) -> tuple[tuple[Dims | None, ...], Dims, str] | None:
-    """Letters of the inputs, of what is picked, and of ``self``; mask and ``others`` are broadcast to what is picked."""
+    """Letters of the inputs, of what is picked, of ``self``. Mask and ``others`` are broadcast to what is picked."""
     mask = call.operands["mask"]
     assert isinstance(mask, int)
     names = letters(len(call.inputs[0].shape))

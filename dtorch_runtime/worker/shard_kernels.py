@@ -60,6 +60,29 @@ def embedding_shard(weight: torch.Tensor, indices: torch.Tensor, start: int) -> 
     return rows.masked_fill_(outside.unsqueeze(-1), 0)
 
 
+@kernel("nonzero_shard")
+def nonzero_shard(x: torch.Tensor, starts: torch.Tensor, first: int, num_places: int) -> torch.Tensor:
+    """The places of elements of a device's rows in the list of all places; zeros for those of other devices.
+
+    Args:
+        x: [local rows, ...].
+        starts: [local rows], int64: how many places of the whole come before each row.
+        first: global row of ``x[0]``.
+        num_places: of the whole.
+
+    Returns:
+        int64 [num_places, ndim], the transpose of a row-major tensor.
+    """
+    found = torch.nonzero(x)
+    result = found.new_zeros((x.ndim, num_places)).t()
+    rows = found[:, 0].contiguous()
+    in_row = torch.arange(len(rows), device=x.device) - torch.searchsorted(rows, rows)
+    places = starts[rows] + in_row
+    found[:, 0] += first
+    result[places] = found
+    return result
+
+
 @kernel("masked_scatter_shard")
 def masked_scatter_shard(
     x: torch.Tensor,

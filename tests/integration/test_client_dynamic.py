@@ -201,10 +201,10 @@ async def test_a_call_runs_as_it_would_have_here(x: Any, mesh: DeviceMesh) -> No
         assert state() == ("dtorch", graph, mesh, False, torch.bfloat16)
     cut = x.detach().redistribute(placements=[Shard(0)])
     with pytest.raises(PlacementError, match="only the data tells the shape"):
-        await dtorch.call_async(torch.nonzero, cut)
+        await dtorch.call_async(torch.unique, cut)
     with dtorch.auto_redistribute():
-        rows = await dtorch.call_async(torch.nonzero, cut)
-    assert len(rows) == int((X[0] != 0).sum())
+        found = await dtorch.call_async(torch.unique, cut)
+    assert len(found) == len(X[0].unique())
 
 
 async def test_numbers_are_awaited(x: Any) -> None:
@@ -311,3 +311,55 @@ def test_routing_to_experts(mesh: DeviceMesh, cut: bool) -> None:
         assert (mine.grad is None) == (theirs.grad is None)
         if theirs.grad is not None:
             torch.testing.assert_close(mine.grad.cpu(), theirs.grad)  # type: ignore[union-attr]  # it has one
+
+
+#: Of uneven rows, with some, one or none of them true; rank 0 to 3; and numbers, real and complex.
+SCATTERED = {
+    "rows": torch.arange(35).view(7, 5) % 3 == 1,
+    "one row": torch.arange(7) == 4,
+    "no row": torch.zeros(7, 2),
+    "fewer rows than devices": torch.tensor([[0.0, 2.0], [-1.0, 0.0], [0.5, 0.5]]),
+    "many dims": (torch.arange(42).view(7, 2, 3) % 4).to(torch.complex64),
+    "no elements": torch.zeros(7, 0),
+}
+BY_ROWS = [
+    [Shard(0), Shard(0)],
+    [Replicate(), Shard(0)],
+    [Shard(0), Replicate()],
+    [Shard(0, unit=2), Replicate()],
+]
+
+
+@pytest.mark.parametrize("placements", BY_ROWS, ids=str)
+@pytest.mark.parametrize("name", SCATTERED)
+def test_devices_add_the_places_of_their_rows(grid: DeviceMesh, name: str, placements: list[Any]) -> None:
+    plain = SCATTERED[name]
+    x = dtorch.from_torch(plain, device_mesh=grid, placements=placements)
+    found = torch.nonzero(x)
+    terms = [Partial() if isinstance(p, Shard) else p for p in placements]
+    assert (found.placements, found.shape) == (tuple(terms), plain.nonzero().shape)
+    assert torch.equal(found.to_torch(), plain.nonzero())
+    for size in (0, 2, 50):
+        first = torch.nonzero_static(x, size=size, fill_value=-7)
+        assert torch.equal(first.to_torch(), torch.nonzero_static(plain, size=size, fill_value=-7))
+
+
+@pytest.mark.parametrize(
+    "placements", [[Shard(0), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Shard(2)]], ids=str
+)
+@pytest.mark.parametrize(
+    "mask", [ROWS, MATRIX, TAIL, X > 0, torch.tensor(True)], ids=lambda m: str(tuple(m.shape))
+)
+def test_a_whole_mask_selects_of_a_cut_tensor(
+    grid: DeviceMesh, mask: torch.Tensor, placements: list[Any]
+) -> None:
+    shaped = mask.view(*mask.shape, *[1] * (0 if mask.shape == TAIL.shape else 3 - mask.ndim))
+    x = dtorch.from_torch(X, device_mesh=grid, placements=placements, requires_grad=True)
+    plain = X.clone().requires_grad_()
+    ours = torch.masked_select(x, dtorch.from_torch(shaped, device_mesh=grid))
+    assert torch.equal(ours.to_torch(), plain.masked_select(shaped))
+    weights = torch.arange(float(len(ours)))
+    whole = ours.redistribute(placements=[Replicate()] * 2)
+    (whole * dtorch.from_torch(weights, device_mesh=grid)).sum().backward()
+    plain.masked_select(shaped).mul(weights).sum().backward()
+    assert torch.equal(x.grad.to_torch(), plain.grad)

@@ -326,7 +326,7 @@ OPS = [
     Mistake(
         "half a matrix inverted", lambda: torch.linalg.inv(x(4, 4, at=Shard(0))), *refused(given="[S(0)]")
     ),
-    Mistake("where are pieces not zero", lambda: x(4, at=Shard(0)).nonzero(), *refused(given="[S(0)]")),
+    Mistake("where are pieces not zero", lambda: x(2, 4, at=Shard(1)).nonzero(), *refused(given="[S(1)]")),
     Mistake(
         "two meshes",
         lambda: x(2) + x(2, mesh=OTHER),
