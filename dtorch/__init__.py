@@ -20,6 +20,7 @@ _ERRORS = (
     "MeshError",
     "MixedTensorError",
     "UnsupportedError",
+    "CaptureError",
     "SettingError",
     "ForkError",
     "RemoteOpError",
@@ -69,6 +70,7 @@ _HOMES = {
     "TensorFuture": "dtorch.future",
     "Graph": "dtorch.graph",
     "call_async": "dtorch.asynchronous",
+    "capture": "dtorch.replay.capture",
     "parallelize": "dtorch.parallel",
     **dict.fromkeys(("auto_redistribute", "explain_redistributions"), "dtorch.auto"),
 }
@@ -124,8 +126,10 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
         manual_seed as manual_seed,
         set_rng_state as set_rng_state,
     )
+    from dtorch.replay.capture import capture as capture
     from dtorch.tensors import Tensor as Tensor
     from dtorch_runtime.errors import (
+        CaptureError as CaptureError,
         ClusterTimeout as ClusterTimeout,
         ControllerLost as ControllerLost,
         DTorchError as DTorchError,
@@ -158,7 +162,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
 def __getattr__(name: str) -> Any:
     home = f"dtorch.{name}" if name in _SUBPACKAGES else _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
+        raise AttributeError(f"module 'dtorch' has no attribute {name!r}{_hint(name)}")
     if "torch" not in sys.modules and home not in _WITHOUT_TORCH:
         if name in _FACTORY:
             return _starting(name)
@@ -166,6 +170,14 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(home)
     value = globals()[name] = module if name in _SUBPACKAGES else getattr(module, name)
     return value
+
+
+def _hint(name: str) -> str:
+    """What to write instead, for people; tools ask for names that begin with an underscore."""
+    if name.startswith("_"):
+        return ""
+    text: str = importlib.import_module("dtorch.neighbours").hint(name, __all__)
+    return text
 
 
 def _starting(name: str) -> Any:

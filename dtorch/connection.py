@@ -62,6 +62,8 @@ from dtorch_runtime.worker.blobs import name_of
 
 #: Longest sleep of the session's thread, in seconds: dropping a value wakes nobody, and an idle program may do it.
 _IDLE_WAIT_S = 1.0
+#: Values inside of captured calls have ids from here on, the others below.
+_FIRST_INNER_ID = 1 << 48
 _logger = logging.getLogger(__name__)
 
 
@@ -93,6 +95,9 @@ class Session:
         )
         self._waiting: dict[int, ClusterFuture[Any]] = {}
         self._templates: dict[bytes, int] = {}
+        #: Every template by its number.
+        self.templates: dict[int, TemplateRecord] = {}
+        self._num_inner = 0
         self._defined_meshes: set[int] = set()
         self._default_mesh: DeviceMesh | None = None
         #: Why the session is over: makes the error that every later use raises.
@@ -185,9 +190,17 @@ class Session:
             if number is None:
                 self.check_open()
                 number = len(self._templates) + 1
-                self._send(DefineTemplates(templates=[msgspec.structs.replace(record, template_id=number)]))
-                self._templates[key] = number
+                numbered = msgspec.structs.replace(record, template_id=number)
+                self._send(DefineTemplates(templates=[numbered]))
+                self._templates[key], self.templates[number] = number, numbered
         return number
+
+    def new_inner_ids(self, count: int) -> int:
+        """The first of ``count`` ids for values inside of one call of a template with a body."""
+        with self._changed:
+            first = _FIRST_INNER_ID + self._num_inner
+            self._num_inner += count
+        return first
 
     # ---- sending ----
 
@@ -303,7 +316,15 @@ class Session:
         """Ask for a value, or for what ``convert`` makes of it. Everything that its graph has issued is sent first.
 
         Errors call it ``what``.
+
+        Raises:
+            CaptureError: a captured function that is being recorded asks for it.
         """
+        if handle.graph.recording is not None:
+            handle.graph.recording.refuse(
+                f"reads the {what} of a tensor, which {handle.origin} made: a replay issues everything at once and "
+                f"knows no value. Return the tensor and read it outside"
+            )
         handle.graph.flush()
         gathering = plan_gathering(spec)
         future = TensorFuture(

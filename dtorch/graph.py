@@ -16,8 +16,9 @@ from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.stream import FREE, pack
 from dtorch_runtime.transport.interrupts import DeferredInterrupts
 
-if TYPE_CHECKING:  # a session makes graphs
+if TYPE_CHECKING:  # a session makes graphs; a recording is of one
     from dtorch.connection import Session
+    from dtorch.replay.recording import Recording
 
 #: Dropped values are told to the cluster when so many are pending, or with the next batch.
 FREE_BATCH = 16
@@ -62,9 +63,9 @@ class Handle:
     storage: Any
     #: Of a root: the number of the last write to its memory, once there was one.
     last_write: int
-
     #: Of a root: the size of its memory, of the global tensor, where its origin does not say it.
     num_bytes: int
+
     def __init__(self, graph: Graph, value_id: int, origin: Any, location: int) -> None:
         self.graph = graph
         self.value_id = value_id
@@ -131,6 +132,10 @@ class Graph:
         self.thread_id = threading.get_ident()
         #: The number of the last message sent.
         self.last_seq = 0
+        #: What keeps the ops that are issued, while a captured function runs for the first time.
+        self.recording: Recording | None = None
+        #: Collects the values that are freed, while somebody wants to know.
+        self.freed: set[int] | None = None
         self._meshes: list[DeviceMesh] = []
         self._outer: list[Graph | None] = []
         session.check_open()
@@ -184,8 +189,12 @@ class Graph:
         inputs: Sequence[int],
         num_outputs: int,
         scalars: Sequence[int] = (),
+        num_ops: int = 1,
     ) -> list[int]:
         """Issue one op; returns the ids of its outputs. May block, when too much is outstanding.
+
+        Args:
+            num_ops: as how many ops it counts.
 
         Raises:
             ClusterTimeout: there was no room for more ops and no progress.
@@ -198,7 +207,7 @@ class Graph:
             if len(self.dropped) >= FREE_BATCH:
                 self.free_dropped()
             self.words.extend((template, location, *inputs, *outputs, *scalars))
-            self.num_ops += 1
+            self.num_ops += num_ops
             if self.num_ops >= self.max_ops:
                 self.send_batch()
         return outputs
@@ -212,6 +221,8 @@ class Graph:
     def free_dropped(self) -> None:
         """Append a FREE record. The lock is held."""
         count = len(self.dropped)
+        if self.freed is not None:
+            self.freed.update(self.dropped[:count])
         self.words.append(FREE)
         self.words.append(count)
         self.words.extend(self.dropped[:count])
@@ -229,6 +240,8 @@ class Graph:
 
     def _send_now(self) -> None:
         words, self.words = self.words, []
+        if self.recording is not None:
+            self.recording.words += words
         num_ops, self.num_ops = self.num_ops, 0
         self.last_seq = self.session.send_ops(self.graph_id, pack(words), num_ops)
 

@@ -8,6 +8,7 @@
     |   |-- MeshError             a mesh that cannot be, or tensors of different meshes in one op (ValueError)
     |   |-- MixedTensorError      a plain tensor with data met a dtorch tensor (RuntimeError)
     |   |-- UnsupportedError      an op or a use that DTorch does not have (NotImplementedError)
+    |   |-- CaptureError          a captured function does what cannot be replayed (RuntimeError)
     |   |-- SettingError          a setting or argument with a value that it cannot have (ValueError)
     |   `-- ForkError             DTorch used in a forked child of the process that started it
     |-- RemoteOpError             your op was issued, and failed on a worker
@@ -59,6 +60,10 @@ class MixedTensorError(UserError, RuntimeError):
 
 class UnsupportedError(UserError, NotImplementedError):
     """DTorch does not have this op or this use. The message says what to write instead."""
+
+
+class CaptureError(UserError, RuntimeError):
+    """A function under ``dtorch.capture`` does what a replay could not do again. The message names the line."""
 
 
 class SettingError(UserError, ValueError):

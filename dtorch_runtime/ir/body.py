@@ -1,4 +1,4 @@
-"""The body of a template: the ops of a captured call. Checked when it is defined, expanded when it cannot run as one."""
+"""The body of a template: the ops of a captured call. Checked when defined, expanded where it cannot run as one."""
 
 from __future__ import annotations
 

@@ -1,0 +1,192 @@
+"""``dtorch.capture``: a function whose ops are recorded the first time, and issued as one record afterwards."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, Final, Generic, ParamSpec, TypeVar, overload
+
+from dtorch.graph import Graph
+from dtorch.replay.arguments import Arguments
+from dtorch.replay.call import NotReplayable
+from dtorch.replay.plan import Plan, Recorder, Unsettled
+from dtorch.replay.watch import function_name
+from dtorch_runtime.errors import CaptureError, UnsupportedError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+#: Calls that may change what the next one sees: a program's first ones make state that the later ones find.
+_MAX_UNSETTLED = 3
+#: Recordings of one signature that are kept, for a model that goes back and forth between train and eval.
+_MAX_PLANS = 4
+
+
+@dataclass(slots=True)
+class _Signature:
+    """Calls of one kind."""
+
+    text: str
+    graph: Graph
+    plans: list[Plan] = field(default_factory=list)
+    #: Why calls were not replayed, oldest first.
+    reasons: list[str] = field(default_factory=list)
+    num_unsettled: int = 0
+    num_eager: int = 0
+    is_given_up: bool = False
+
+
+class Captured(Generic[_P, _R]):
+    """A function under ``dtorch.capture``. Called like the function."""
+
+    __wrapped__: Callable[_P, _R]
+
+    def __init__(self, function: Callable[_P, _R], *, fallback: bool) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.__wrapped__ = function
+        self._fallback = fallback
+        self._name = function_name(function)
+        self._signatures: dict[Any, _Signature] = {}
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        arguments = Arguments(self._name, args, kwargs)
+        graph = arguments.graph
+        key = arguments.key(graph)
+        signature = self._signatures.get(key)
+        if signature is None:
+            signature = self._new_signature(key, str(arguments), graph)
+        for plan in signature.plans:
+            if plan.is_current(arguments.leaves):
+                return plan.replay(arguments.leaves)  # type: ignore[no-any-return]  # what the function returns
+        if graph.recording is not None or signature.is_given_up:
+            signature.num_eager += 1
+            return self.__wrapped__(*args, **kwargs)
+        graph.session.check_open()
+        return self._record(signature, arguments, args, kwargs)
+
+    def _new_signature(self, key: Any, text: str, graph: Graph) -> _Signature:
+        for old, signature in list(self._signatures.items()):
+            if not signature.graph.session.is_open:
+                del self._signatures[old]
+        signature = self._signatures[key] = _Signature(text, graph)
+        return signature
+
+    def _record(
+        self, signature: _Signature, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _R:
+        if signature.plans:
+            reason = signature.plans[-1].change(arguments.leaves)
+            signature.reasons.append(f"recorded again: {reason}")
+        recorder = Recorder(self._name, self.__wrapped__, arguments, raises=not self._fallback)
+        try:
+            result: _R = recorder.run(args, kwargs)
+            plan = recorder.plan(result)
+        except NotReplayable as reason:
+            self._give_up(signature, reason)
+        else:
+            signature.num_unsettled = 0
+            signature.plans = [*signature.plans[1 - _MAX_PLANS :], plan]
+        finally:
+            recorder.close()
+        return result
+
+    def _give_up(self, signature: _Signature, reason: NotReplayable) -> None:
+        signature.num_eager += 1
+        signature.reasons.append(f"not recorded: it {reason}")
+        if isinstance(reason, Unsettled):
+            signature.num_unsettled += 1
+            if signature.num_unsettled < _MAX_UNSETTLED:
+                return
+        if not self._fallback:
+            signature.num_unsettled = 0
+            raise CaptureError(
+                f"{self._name} cannot be captured: it {reason}. Or write @dtorch.capture(fallback=True) to run such "
+                f"calls as they are"
+            ) from None
+        signature.is_given_up = True
+
+    def explain(self) -> str:
+        """What was recorded, how often it was replayed, and why it was recorded again."""
+        lines = [f"{self._name}:" if self._signatures else f"{self._name}: not called yet"]
+        for signature in self._signatures.values():
+            num_replays = sum(plan.num_replays for plan in signature.plans)
+            lines.append(
+                f"  ({signature.text}): {_count(len(signature.plans), 'recording')}, "
+                f"{_count(num_replays, 'replay')}, {_count(signature.num_eager, 'call')} without"
+            )
+            lines += [f"    {plan}" for plan in signature.plans]
+            lines += [f"    {reason}" for reason in dict.fromkeys(signature.reasons)]
+        return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+class _Capture:
+    """``dtorch.capture``: a decorator, and what it can tell."""
+
+    @overload
+    def __call__(self, function: Callable[_P, _R], /) -> Captured[_P, _R]: ...
+
+    @overload
+    def __call__(
+        self, function: None = None, /, *, fallback: bool = False
+    ) -> Callable[[Callable[_P, _R]], Captured[_P, _R]]: ...
+
+    def __call__(self, function: Any = None, /, *, fallback: bool = False) -> Any:
+        """Record what a function issues when it is called first, and issue it as one record afterwards.
+
+        A decorator, ``@dtorch.capture`` or ``@dtorch.capture(fallback=True)``; also ``capture(model)``. A later call
+        with arguments of the same kind runs no Python of the function: it sends one message and returns symbols at
+        once. Works for forward passes (their derivatives are captured too), for whole training steps, and in one
+        another. Random ops draw fresh numbers each time, the same as if nothing had been captured.
+
+        A call is recorded anew when a replay would not do the same: other shapes, dtypes, placements, numbers or
+        strings among the arguments, other modes of torch, or other values in what the function reaches: closures,
+        globals, modules and their attributes (``training`` among them), containers, optimizers.
+        ``capture.explain(function)`` says so.
+
+        Args:
+            function: takes and returns tensors, numbers, strings, and lists, tuples and dicts of them; may take
+                modules and other objects. It must not depend on anything else that changes: files, clocks, Python's
+                random numbers.
+            fallback: run calls that cannot be replayed as they are, instead of raising.
+
+        Raises:
+            CaptureError: at a call that reads a value, sends a tensor of this process, keeps what it makes for later,
+                or uses tensors that cannot be found again.
+            UnsupportedError: the function is a coroutine or a generator.
+        """
+        if function is None:
+            return functools.partial(self, fallback=fallback)
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise UnsupportedError(
+                f"dtorch.capture takes a plain function, {function_name(function)} is a coroutine or a generator. "
+                f"Capture what lies between two awaits as a function of its own"
+            )
+        if not callable(function):
+            raise CaptureError(
+                f"dtorch.capture takes a function, got {function!r}. Write @dtorch.capture above a def"
+            )
+        return Captured(function, fallback=fallback)
+
+    def explain(self, function: Any) -> str:
+        """What was recorded of a captured function, how often it was replayed, and why it was recorded again.
+
+        Raises:
+            CaptureError: the function is not captured.
+        """
+        found = getattr(function, "__func__", function)
+        if not isinstance(found, Captured):
+            raise CaptureError(f"{function_name(function)} is not captured. Write @dtorch.capture above it")
+        return found.explain()
+
+
+capture: Final = _Capture()
