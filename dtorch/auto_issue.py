@@ -12,9 +12,10 @@ from dtorch.auto_plan import memory_order, repeated_dims
 from dtorch.graph import Graph
 from dtorch.issue import Entry, issue, make_entry, transfer
 from dtorch.op_plan import OpPlan, SameTensor
+from dtorch.overlap import memory_bytes
 from dtorch.propagate import propagate
 from dtorch.rules.call import op_of
-from dtorch.shapes import is_dense
+from dtorch.shapes import is_contiguous, is_dense
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Shard
@@ -199,5 +200,11 @@ def refuse_part_of_memory(tensor: Any, name: str) -> None:
 
 def is_whole_memory(tensor: Any) -> bool:
     """Whether a tensor is all that is in its memory."""
-    handle = tensor._handle
-    return handle.root is handle and is_dense(tensor._spec.shape, tensor._spec.stride)
+    handle, spec = tensor._handle, tensor._spec
+    if handle.root is handle:
+        return is_dense(spec.shape, spec.stride)
+    return (
+        handle.offset_bytes == 0
+        and is_contiguous(spec.shape, spec.stride)
+        and memory_bytes(tensor) == spec.num_bytes
+    )

@@ -16,6 +16,7 @@ from dtorch.op_plan import NewOutput, OpPlan, Window
 from dtorch.overlap import memory_bytes, num_bytes_of
 from dtorch.rules.call import local_shape
 from dtorch.rules.explain import redistribute
+from dtorch.shapes import is_contiguous
 from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.placement import Replicate, Shard
@@ -46,6 +47,9 @@ def resize(target: Any, size: list[int], memory_format: torch.memory_format | No
     is_empty = math.prod(spec.shape) == 0
     fits = all(not isinstance(p, Shard) or p.dim < len(shape) for p in spec.layout.placements)
     if not spec.layout.is_replicated and not (is_empty and fits):
+        regrouped = _regrouped(target, shape, stride)
+        if regrouped is not None:
+            return adopt(target, regrouped)
         if auto.current() is not None:
             from dtorch.linked import resized_copy  # a subclass of the tensor, which can be resized
 
@@ -53,7 +57,8 @@ def resize(target: Any, size: list[int], memory_format: torch.memory_format | No
         whole = [Replicate()] * len(spec.layout.placements)
         raise PlacementError(
             f"resize_() to {size} would move elements between devices: the tensor is {spec}. Allowed: Replicate() on "
-            f"every axis, or a tensor without elements. Write x = {redistribute('x', whole)}, then x.resize_(...)"
+            f"every axis, a tensor without elements, or as many elements where view() can regroup them. Write "
+            f"x = {redistribute('x', whole)}, then x.resize_(...)"
         )
     result = resized(
         target,
@@ -61,6 +66,19 @@ def resize(target: Any, size: list[int], memory_format: torch.memory_format | No
         location,
     )
     return adopt(target, target._view_of_mine(result))
+
+
+def _regrouped(target: Any, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any | None:
+    """The same elements in the same order as a view, where it follows the cuts; None where it does not."""
+    spec: Spec = target._spec
+    is_view = math.prod(shape) == math.prod(spec.shape) and type(target) is target._symbol_class
+    if not is_view or not is_contiguous(spec.shape, spec.stride) or not is_contiguous(shape, stride):
+        return None
+    try:
+        with auto.auto_redistribute(enabled=False):
+            return torch.ops.aten.view.default(target, shape)
+    except PlacementError:
+        return None
 
 
 def resized(target: Any, spec: Spec, location: int) -> Any:

@@ -56,6 +56,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "as_strided_offset": lambda x: x.as_strided_((2, 3), (1, 2), 3),
     "resize_smaller": lambda x: x.resize_(2, 3),
     "resize_same": lambda x: x.resize_(x.shape),
+    "resize_flat": lambda x: x.resize_(x.numel()),
+    "resize_regrouped": lambda x: x.resize_(2, x.shape[0] // 2, x.shape[1]),
     "t_twice": lambda x: x.t_().mul_(2).t_(),
 }
 for _name, _change in CHANGES.items():

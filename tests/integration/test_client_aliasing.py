@@ -189,3 +189,31 @@ def compare(actual: Any, expected: Any, where: str) -> None:
         torch.testing.assert_close(value, want, msg=lambda message: f"{where}: {message}")
     else:
         assert actual == expected, where
+
+
+@pytest.mark.parametrize(
+    ("placements", "size", "regrouped"),
+    [
+        ([Shard(0), Replicate()], [24], [Shard(0, unit=6), Replicate()]),
+        ([Shard(0), Shard(1)], [4, 6, 1], [Shard(0), Shard(1)]),
+        ([Partial(), Shard(1)], [2, 2, 6], [Partial(), Shard(2)]),
+    ],
+    ids=str,
+)
+def test_resize_to_as_many_elements_is_a_view_of_pieces(
+    grid: DeviceMesh, placements: list[Any], size: list[int], regrouped: list[Any]
+) -> None:
+    x = dtorch.from_torch(A, device_mesh=grid).redistribute(placements=placements)
+    alias = x.view_as(x)
+    assert x.resize_(size) is x
+    assert (list(x.shape), list(x.placements)) == (size, regrouped)
+    x.mul_(2)
+    assert torch.equal(alias.to_torch(), A * 2)
+    assert torch.equal(x.to_torch(), (A * 2).view(size))
+
+
+def test_resize_that_moves_elements_is_refused(mesh: DeviceMesh) -> None:
+    x = dtorch.from_torch(A, device_mesh=mesh, placements=[Shard(1)])
+    with pytest.raises(PlacementError, match=r"resize_\(\) to \[24\] would move elements"):
+        x.resize_(24)
+    assert torch.equal(x.to_torch(), A)
