@@ -204,6 +204,8 @@ def issue(
     ids: list[int] = []
     if plan.op is not None:
         seeds = [draw_seed() for _ in range(plan.num_seeds)]
+        if seeds and graph.recording is not None:
+            graph.recording.draws += [draw_seed] * len(seeds)
         inputs = [handle.value_id for handle in handles]
         ids = graph.append(entry.template, location, inputs, entry.num_new, seeds)
         if foreign:
@@ -358,6 +360,11 @@ def upload_boxes(
     ``blocks`` gives the elements of a box in row-major order, as contiguous CPU tensors one after the other.
     """
     session = graph.session
+    if graph.recording is not None:
+        graph.recording.refuse(
+            f"sends a tensor of shape {list(spec.shape)} of this process to the cluster: a replay would send no other one. "
+            f"Make it before, and pass it as an argument"
+        )
     session.define_mesh(spec.layout.mesh)
     handle = Handle(graph, graph.new_value_id(), origin, location)
     handle.num_bytes = num_bytes_of(spec)
