@@ -25,6 +25,7 @@ from dtorch import (
     recurrent,
     spectral,
     transforms,
+    windows,
 )
 from dtorch.dispatch import KEPT_WHOLE, LinkedArgument, dispatch
 from dtorch.gradients import DIFFERENTIABLE
@@ -90,6 +91,7 @@ def register() -> None:
             for func, cell in recurrent.CELLS_AND_LAYERS.items():
                 ops.impl(func, cell, key)
             ops.impl(aten.stft.default, spectral.stft, key)
+            ops.impl(aten._pad_circular.default, windows.pad_circular, key)
         ops.impl(
             aten.tensor_split.tensor_indices_or_sections, dynamic_calls.tensor_split, "AutogradPrivateUse1"
         )

@@ -68,7 +68,7 @@ def _gather(call: Call) -> str:
 rule("gather", _gather, moves="a", spreads="a", whole=_along, slices="ab")
 rule("scatter.src", _same_dims, moves="a+c", lifts=True, whole=_along)
 rule("scatter.value scatter.reduce scatter.value_reduce scatter_reduce", _same_dims, whole=_along)
-rule("scatter_add", _same_dims, linear="a+c", lifts=True, whole=_along)
+rule("scatter_add", _same_dims, linear="a+c", lifts=True, slices="*", whole=_along)
 
 
 def _index_select(call: Call) -> str:
@@ -92,7 +92,7 @@ def _index_fill(call: Call) -> str:
 
 
 rule("index_select", _index_select, moves="a", spreads="a", whole=_along)
-rule("index_add", _index_rows, linear="a+c", lifts=True, whole=_along)
+rule("index_add", _index_rows, linear="a+c", lifts=True, slices="*", whole=_along)
 rule("index_copy index_reduce", _index_rows, whole=lambda call: _along(call) + "Z")
 rule("index_fill.int_Scalar index_fill.int_Tensor", _index_fill, whole=lambda call: _along(call) + "Z")
 rule("bucketize.Tensor", "...,z->...", whole="z")

@@ -76,6 +76,29 @@ rule(
 )
 
 
+# ------------------------------------------------------------------------------------------------- by place in memory
+
+
+def _source(call: Call) -> str:
+    return LETTERS[: len(call.spec("src").shape)]
+
+
+rule(
+    "as_strided_copy",
+    lambda call: f"{_table(call)}->{'1' * len(call.get('size'))}",
+    moves="a",
+    whole=_table,
+)
+rule(
+    "as_strided_scatter",
+    lambda call: f"{_table(call)},{_source(call)}->{_table(call)}",
+    moves="a+b",
+    lifts=True,
+    spreads="b",
+    whole=lambda call: _table(call) + _source(call),
+)
+
+
 # ------------------------------------------------------------------------------------------------- quarter turns
 
 

@@ -49,6 +49,8 @@ SCATTER = [
     call(aten.put_.default, real(4, 5), whole_numbers(1, 1), real(1), False),
     call(aten.index_reduce.default, x(), 1, torch.tensor([0, 2]), real(4, 2), "amax"),
     call(aten.index_fill.int_Tensor, x(), 1, torch.tensor([0, 2]), real()),
+    call(aten.as_strided_copy.default, real(4, 5), [3, 2], [4, 7], 2),
+    call(aten.as_strided_scatter.default, real(4, 5), real(3, 2), [3, 2], [4, 7], 2),
     call(aten.rot90.default, real(4, 5, 3), 1, [0, 2]),
     call(aten._chunk_cat.default, [real(4, 5, 3), real(4, 2)], 1, 2),
     call(aten._chunk_cat.default, [real(4, 5, 3), real(4, 5, 1)], -1, 2, name="_chunk_cat behind two dims"),
