@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from dtorch.dispatch import make
 from dtorch.graph import Graph
 from dtorch.issue import upload
+from dtorch.keywords import teaches_keywords
 from dtorch.location import capture
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import MeshError, UnsupportedError
@@ -69,7 +71,10 @@ def _size(size: tuple[Any, ...]) -> list[int]:
     try:
         sizes = [operator.index(n) for n in given]
     except TypeError:
-        raise TypeError(f"size takes ints or one sequence of ints, got {size!r}; write e.g. (2, 3)") from None
+        placed = ", and device_mesh= and placements= by name" if _is_placed(given) else ""
+        raise TypeError(
+            f"size takes ints or one sequence of ints, got {size!r}; write e.g. (2, 3){placed}"
+        ) from None
     if any(abs(n) >= 2**63 for n in sizes):
         raise RuntimeError(
             f"Overflow when unpacking long long: sizes are less than 2**63, got {sizes}; write smaller sizes"
@@ -77,6 +82,37 @@ def _size(size: tuple[Any, ...]) -> list[int]:
     return sizes
 
 
+def _is_placed(given: Any) -> bool:
+    """Whether somebody gave a mesh or placements by position."""
+    return any(isinstance(each, DeviceMesh | Placement | list | tuple) for each in given)
+
+
+def _number(function: str, name: str, value: Any) -> Any:
+    """A number, also from a tensor with one element, as torch takes it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if not isinstance(value, numbers.Number):
+        raise TypeError(f"{function}({name}=) takes a number, got {value!r}; write e.g. 1.0")
+    return value
+
+
+def _count(function: str, name: str, value: Any) -> int:
+    """An integer, also from a tensor with one element, as torch takes it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{function}({name}=) takes an int, got {value!r}; write e.g. 3") from None
+
+
+@teaches_keywords
 def empty(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -102,6 +138,7 @@ def empty(
     return _make(func, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def zeros(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -114,6 +151,7 @@ def zeros(
     return _make(aten.zeros.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def ones(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -126,6 +164,7 @@ def ones(
     return _make(aten.ones.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def rand(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -138,6 +177,7 @@ def rand(
     return _make(aten.rand.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def randn(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -150,6 +190,7 @@ def randn(
     return _make(aten.randn.default, (shape,), len(shape), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def full(
     size: Sequence[int],
     fill_value: complex,
@@ -161,11 +202,13 @@ def full(
 ) -> Tensor:
     """``fill_value`` everywhere; without a dtype its type decides. Arguments and errors as ``empty``."""
     shape = _size((size,))
+    fill_value = _number("full", "fill_value", fill_value)
     return _make(
         aten.full.default, (shape, fill_value), len(shape), dtype, device_mesh, placements, requires_grad
     )
 
 
+@teaches_keywords
 def randint(
     low: int,
     high: int | Sequence[int] | None = None,
@@ -182,7 +225,10 @@ def randint(
     """
     if size is None:
         if high is None or isinstance(high, int):
-            raise TypeError("randint takes (high, size) or (low, high, size)")
+            raise TypeError(
+                f"randint takes (high, size) or (low, high, size), got {(low, high)}; write e.g. "
+                f"dtorch.randint(10, (2, 3))"
+            )
         args: tuple[Any, Any, list[int]] = (0, low, _size((high,)))
     else:
         args = (low, high, _size((size,)))
@@ -190,6 +236,7 @@ def randint(
     return _make(aten.randint.low, args, len(shape), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def randperm(
     n: int,
     *,
@@ -199,9 +246,12 @@ def randperm(
     requires_grad: bool = False,
 ) -> Tensor:
     """A random permutation of ``range(n)``, the same under every layout. Arguments and errors as ``empty``."""
-    return _make(aten.randperm.default, (n,), 1, dtype, device_mesh, placements, requires_grad)
+    return _make(
+        aten.randperm.default, (_count("randperm", "n", n),), 1, dtype, device_mesh, placements, requires_grad
+    )
 
 
+@teaches_keywords
 def arange(
     start: float,
     end: float | None = None,
@@ -213,11 +263,13 @@ def arange(
     requires_grad: bool = False,
 ) -> Tensor:
     """``start`` (0 when one bound is given) to ``end`` without it. Arguments and errors as ``empty``."""
-    first, last = (0, start) if end is None else (start, end)
+    given = {"start": 0, "end": start} if end is None else {"start": start, "end": end}
+    first, last, step = (_number("arange", name, value) for name, value in (given | {"step": step}).items())
     func = aten.arange.start_step
     return _make(func, (first, last, step), 1, dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def linspace(
     start: float,
     end: float,
@@ -230,9 +282,12 @@ def linspace(
 ) -> Tensor:
     """``steps`` numbers from ``start`` to ``end``, both included. Arguments and errors as ``empty``."""
     func = aten.linspace.default
+    start, end = _number("linspace", "start", start), _number("linspace", "end", end)
+    steps = _count("linspace", "steps", steps)
     return _make(func, (start, end, steps), 1, dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def eye(
     n: int,
     m: int | None = None,
@@ -243,7 +298,7 @@ def eye(
     requires_grad: bool = False,
 ) -> Tensor:
     """Ones on the diagonal of an ``n`` x ``m`` matrix (``n`` x ``n``). Arguments and errors as ``empty``."""
-    args = (n, n if m is None else m)
+    args = (_count("eye", "n", n), _count("eye", "m", n if m is None else m))
     return _make(aten.eye.m, args, 2, dtype, device_mesh, placements, requires_grad)
 
 
@@ -256,6 +311,11 @@ def _like(
     placements: _Placements,
     requires_grad: bool,
 ) -> Tensor:
+    if not isinstance(like, torch.Tensor):
+        raise TypeError(
+            f"{make_tensor.__name__}_like takes a tensor, got {like!r}; write "
+            f"dtorch.{make_tensor.__name__}(size) for a size, dtorch.tensor(data) for data"
+        )
     if isinstance(like, Tensor) and device_mesh in (None, like.device_mesh):
         device_mesh = like.device_mesh
         if placements is None:
@@ -271,6 +331,7 @@ def _like(
     return made
 
 
+@teaches_keywords
 def empty_like(
     like: torch.Tensor,
     *,
@@ -283,6 +344,7 @@ def empty_like(
     return _like(empty, like, (), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def zeros_like(
     like: torch.Tensor,
     *,
@@ -295,6 +357,7 @@ def zeros_like(
     return _like(zeros, like, (), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def ones_like(
     like: torch.Tensor,
     *,
@@ -307,6 +370,7 @@ def ones_like(
     return _like(ones, like, (), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def rand_like(
     like: torch.Tensor,
     *,
@@ -319,6 +383,7 @@ def rand_like(
     return _like(rand, like, (), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def randn_like(
     like: torch.Tensor,
     *,
@@ -331,6 +396,7 @@ def randn_like(
     return _like(randn, like, (), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def full_like(
     like: torch.Tensor,
     fill_value: complex,
@@ -344,6 +410,7 @@ def full_like(
     return _like(full, like, (fill_value,), dtype, device_mesh, placements, requires_grad)
 
 
+@teaches_keywords
 def tensor(
     data: Any,
     *,
@@ -353,15 +420,24 @@ def tensor(
     requires_grad: bool = False,
 ) -> Tensor:
     """A tensor from numbers and nested lists, as ``torch.tensor``. Arguments and errors as ``from_torch``."""
-    local = torch.tensor(data, dtype=dtype, device="cpu")
+    try:
+        local = torch.tensor(data, dtype=dtype, device="cpu")
+    except ValueError as error:
+        if any(isinstance(each, torch.Tensor) for each in (data if isinstance(data, list | tuple) else ())):
+            raise ValueError(
+                f"{error}: dtorch.tensor takes numbers and nested lists of them, got a list of tensors; write "
+                f"torch.stack(tensors) or torch.cat(tensors), and dtorch.from_torch(...) of plain ones"
+            ) from None
+        raise
     return from_torch(local, device_mesh=device_mesh, placements=placements, requires_grad=requires_grad)
 
 
+@teaches_keywords
 def from_torch(
     tensor: torch.Tensor,
-    *,
     device_mesh: DeviceMesh | None = None,
     placements: _Placements = None,
+    *,
     requires_grad: bool = False,
 ) -> Tensor:
     """A distributed copy of a plain tensor of global shape. Each device is sent its own piece only.

@@ -60,8 +60,12 @@ def set_rng_state(new_state: torch.Tensor) -> None:
     """Go back to a state that ``get_rng_state`` gave.
 
     Raises:
-        ValueError: it is none.
+        ValueError, TypeError: it is none.
     """
+    if not isinstance(new_state, torch.Tensor):
+        raise TypeError(
+            f"set_rng_state takes what get_rng_state gave, got {new_state!r}; write manual_seed(n) to seed"
+        )
     if new_state.dtype is not torch.uint8 or new_state.numel() != _STATE_BYTES:
         raise ValueError(
             f"set_rng_state takes what get_rng_state gave, {_STATE_BYTES} bytes (uint8); "

@@ -112,19 +112,22 @@ def redistribute_by_dict(
             f"redistribute_by_dict takes a dict from axis names to placements, got {placements!r}; write e.g. "
             f"{{'tp': Shard(0)}}, or x.redistribute(placements=[...])"
         )
-    for name in placements:
-        mesh.axis(name)
-    resolved = [_placement_of(tensor, mesh, axis, placements, default) for axis in range(mesh.ndim)]
+    by_axis = {mesh.axis(name): placement for name, placement in placements.items()}
+    if len(by_axis) != len(placements):
+        raise PlacementError(
+            f"redistribute_by_dict takes one placement for each axis, got {dict(placements)!r}, which names an axis "
+            f"twice; write each axis once"
+        )
+    resolved = [
+        by_axis[axis] if axis in by_axis else _default_placement(tensor, mesh, axis, default)
+        for axis in range(mesh.ndim)
+    ]
     return redistribute(tensor, mesh, resolved)
 
 
-def _placement_of(
-    tensor: Any, mesh: DeviceMesh, axis: int, placements: Mapping[str, Placement], default: str
-) -> Placement:
+def _default_placement(tensor: Any, mesh: DeviceMesh, axis: int, default: str) -> Placement:
     names = mesh.mesh_dim_names
     name = names[axis] if names is not None else None
-    if name is not None and name in placements:
-        return placements[name]
     if default == "replicate":
         return Replicate()
     if default == "error":

@@ -13,6 +13,7 @@ from dtorch.dispatch import dispatch, fetched
 from dtorch.future import TensorFuture
 from dtorch.graph import Graph, Handle
 from dtorch.issue import make_symbol, set_bits
+from dtorch.keywords import teaches_keywords
 from dtorch.resize import adopt
 from dtorch.spec import Spec
 from dtorch_runtime.errors import MixedTensorError, UnsupportedError
@@ -123,6 +124,7 @@ class Tensor(torch.Tensor):
 
     # ---- communication ----
 
+    @teaches_keywords
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
     ) -> Tensor:
@@ -152,6 +154,7 @@ class Tensor(torch.Tensor):
             )
         return self.redistribute(other.device_mesh, other.placements)
 
+    @teaches_keywords
     def redistribute_by_dict(
         self,
         placements: Mapping[str, Placement],
@@ -178,7 +181,12 @@ class Tensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         if self.dim() == 0 and format_spec:
             return format(self.item(), format_spec)
-        return format(str(self), format_spec)
+        if format_spec:
+            raise TypeError(
+                f"unsupported format string passed to Tensor.__format__: {format_spec!r} is for one number, and the "
+                f"tensor has shape {list(self.shape)}; write x.item() of one element, or x.tolist()"
+            )
+        return str(self)
 
     def __copy__(self) -> torch.Tensor:
         """Another tensor for the same value, as in torch."""

@@ -51,14 +51,15 @@ def resolve_placements(placements: Sequence[Placement] | None, mesh: DeviceMesh,
     if not isinstance(placements, list | tuple):
         raise PlacementError(
             f"placements takes a list with one of Replicate(), Shard(dim), Partial(op) for each mesh axis, got "
-            f"{placements!r}; write e.g. [Shard(0)], or by name x.redistribute_by_dict({{'tp': Shard(0)}})"
+            f"{_named(placements)}; write e.g. {_example(placements)}, or by name "
+            f"x.redistribute_by_dict({{'tp': Shard(0)}})"
         )
     result = tuple(placements)
     for placement in result:
         if not isinstance(placement, Replicate | Shard | Partial):
+            write = "it with parentheses" if isinstance(placement, type) else f"e.g. {_example(placement)}"
             raise PlacementError(
-                f"placements takes Replicate(), Shard(dim) or Partial(op), got {placement!r}"
-                f"; write {'it with parentheses' if isinstance(placement, type) else 'e.g. [Shard(0)]'}"
+                f"placements takes Replicate(), Shard(dim) or Partial(op), got {_named(placement)}; write {write}"
             )
     if len(result) != mesh.ndim:
         raise PlacementError(
@@ -66,6 +67,19 @@ def resolve_placements(placements: Sequence[Placement] | None, mesh: DeviceMesh,
             f"(shape {mesh.shape}, names {mesh.mesh_dim_names}); write one for each axis"
         )
     return tuple(_resolve_dim(placement, ndim) for placement in result)
+
+
+def _is_of_torch(given: object) -> bool:
+    return type(given).__module__.startswith("torch.")
+
+
+def _named(given: object) -> str:
+    """What somebody gave, with its module where its name could be taken for one of ours."""
+    return f"{given!r} of {type(given).__module__}" if _is_of_torch(given) else repr(given)
+
+
+def _example(given: object) -> str:
+    return "[dtorch.Shard(0)]" if _is_of_torch(given) else "[Shard(0)]"
 
 
 def _resolve_dim(placement: Placement, ndim: int) -> Placement:

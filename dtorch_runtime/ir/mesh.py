@@ -78,9 +78,11 @@ class DeviceMesh:
                 )
             return name % self.ndim
         if self.mesh_dim_names is None or name not in self.mesh_dim_names:
+            names = self.mesh_dim_names
+            write = "one of them, or name the axes: " if names else "axis numbers, or name the axes: "
             raise MeshError(
-                f"{self!r} has no axis named {name!r}; its axes are {self.mesh_dim_names or 'unnamed'}. Write one of "
-                f"them, or name the axes: DeviceMesh(..., mesh_dim_names=...)"
+                f"{self!r} has no axis named {name!r}; its axes are {names or 'unnamed'}. Write {write}"
+                f"DeviceMesh(..., mesh_dim_names=...)"
             )
         return self.mesh_dim_names.index(name)
 
@@ -99,7 +101,7 @@ class DeviceMesh:
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The mesh of the named axes, in the order given; other axes are taken at coordinate 0."""
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = _wanted_axes(names, self.mesh_dim_names)
         axes = [self.axis(name) for name in wanted]
         if len(set(axes)) != len(axes) or not axes:
             raise MeshError(
@@ -174,6 +176,23 @@ def init_device_mesh(
         raise MeshError(f"mesh_shape takes positive ints, got {shape!r}; write e.g. (2, 4)")
     ids = list(range(math.prod(shape)))
     return DeviceMesh(device_type, _nest(ids, shape), mesh_dim_names=mesh_dim_names)
+
+
+def _wanted_axes(names: object, known: tuple[str, ...] | None) -> tuple[str, ...]:
+    """What stands in ``mesh[...]``, as a tuple.
+
+    Raises:
+        MeshError: it is neither a name nor several.
+    """
+    if isinstance(names, str):
+        return (names,)
+    if not isinstance(names, tuple | list):
+        example = (known or ("dp",))[0]
+        raise MeshError(
+            f"mesh[...] takes axis names, got {names!r}; write e.g. mesh[{example!r}] for the mesh of an axis, or "
+            f"mesh.unbind(axis)[index] for a part"
+        )
+    return tuple(names)
 
 
 def _flatten(nested: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import placement_types as torch_placements
 
 import dtorch
-from tests.integration.user_mistakes import Mistake, x
+from dtorch import Shard
+from tests.integration.user_mistakes import GRID, LINE, PLAIN, Mistake, x
 
+#: Without the types that would refuse the mistakes.
+OURS: Any = dtorch
+ANY_GRID: Any = GRID
 NESTED = ([torch.zeros(2), torch.zeros(3)],)
 
 #: Tensors of kinds whose pieces no device could hold: what is called, the kind, what to write.
@@ -137,4 +143,141 @@ MEMORY = [
     for what, program, given, allowed in _OUTSIDE
 ]
 
-NEWCOMERS = [*NOT_STRIDED, *DEVICES, *MEMORY]
+#: Keyword arguments that PyTorch's functions have.
+KEYWORDS = [
+    Mistake(what, program, TypeError, f"keyword argument {given!r}", function, write)
+    for what, program, given, function, write in (
+        ("device= of ours", lambda: OURS.zeros(2, device="cpu"), "device", "zeros()", "device_mesh="),
+        (
+            "mesh= of ours",
+            lambda: OURS.from_torch(PLAIN, mesh=LINE),
+            "mesh",
+            "from_torch()",
+            "device_mesh=",
+        ),
+        (
+            "a placement= of ours",
+            lambda: OURS.rand(2, placement=Shard(0)),
+            "placement",
+            "rand()",
+            "placements=[",
+        ),
+        ("dtype misspelt", lambda: OURS.ones(2, dtyp=torch.int8), "dtyp", "ones()", "write dtype="),
+        (
+            "a generator= of ours",
+            lambda: OURS.randn(2, generator=None),
+            "generator",
+            "randn()",
+            "manual_seed(n)",
+        ),
+        ("a nonsense keyword", lambda: OURS.eye(2, zzz=1), "zzz", "eye()", "one of device_mesh, dtype"),
+        (
+            "async_op=",
+            lambda: x(2).redistribute(async_op=True),
+            "async_op",
+            "redistribute()",
+            "is asynchronous",
+        ),
+        (
+            "axes as keywords",
+            lambda: x(2).redistribute_by_dict(tp=Shard(0)),
+            "tp",
+            "takes a dict",
+            "redistribute_by_dict({'tp': ...})",
+        ),
+    )
+]
+
+DATA = [
+    Mistake(
+        "a mesh as a size",
+        lambda: OURS.zeros(2, LINE),
+        *(TypeError, "DeviceMesh('cpu', [0, 1])", "takes ints", "device_mesh= and placements= by name"),
+    ),
+    Mistake(
+        "a list of tensors",
+        lambda: dtorch.tensor([PLAIN, PLAIN]),
+        *(ValueError, "got a list of tensors", "numbers and nested lists", "torch.stack(tensors)"),
+    ),
+    Mistake(
+        "like a number",
+        lambda: OURS.ones_like(3),
+        *(TypeError, "got 3", "ones_like takes a tensor", "dtorch.ones(size)"),
+    ),
+    Mistake(
+        "full of a word",
+        lambda: OURS.full((2,), "a"),
+        *(TypeError, "got 'a'", "full(fill_value=) takes a number", "write e.g. 1.0"),
+    ),
+    Mistake(
+        "up to a word",
+        lambda: OURS.arange("3"),
+        *(TypeError, "got '3'", "arange(end=) takes a number", "write e.g. 1.0"),
+    ),
+    Mistake(
+        "half a row",
+        lambda: OURS.eye(2.5),
+        *(TypeError, "got 2.5", "eye(n=) takes an int", "write e.g. 3"),
+    ),
+    Mistake(
+        "a seed for a state",
+        lambda: OURS.set_rng_state(3),
+        *(TypeError, "got 3", "what get_rng_state gave", "manual_seed(n)"),
+    ),
+    Mistake(
+        "a format for many numbers",
+        lambda: f"{x(3):.2f}",
+        *(TypeError, "'.2f'", "for one number", "x.tolist()"),
+    ),
+    Mistake(
+        "a placement of DTensor",
+        lambda: x(4).redistribute(placements=[torch_placements.Shard(0)]),
+        *(dtorch.PlacementError, "Shard(dim=0) of torch.distributed", "Partial(op)", "[dtorch.Shard(0)]"),
+    ),
+    Mistake(
+        "an axis number in brackets",
+        lambda: ANY_GRID[0],
+        dtorch.MeshError,
+        "got 0",
+        "axis names",
+        "mesh['dp']",
+    ),
+    Mistake(
+        "a name where there are none",
+        lambda: LINE["tp"],
+        dtorch.MeshError,
+        "'tp'",
+        "unnamed",
+        "mesh_dim_names=",
+    ),
+    Mistake(
+        "an axis twice in a dict",
+        lambda: OURS.zeros(2, device_mesh=GRID).redistribute_by_dict({"dp": Shard(0), 0: Shard(0)}),
+        *(dtorch.PlacementError, "0: Shard(dim=0)", "one placement for each axis", "write each axis once"),
+    ),
+]
+
+#: What other libraries call what DTorch has under another name, or has not.
+NAMES = [
+    Mistake(
+        f"the name {name}",
+        partial(getattr, dtorch, name),
+        AttributeError,
+        f"attribute {name!r}",
+        "dtorch",
+        write,
+    )
+    for name, write in (
+        ("distribute_tensor", "write dtorch.from_torch(t, mesh, placements)"),
+        ("DTensor", "dtorch.Tensor"),
+        ("all_reduce", "x.redistribute(placements=[Replicate()])"),
+        ("init_process_group", "there are no ranks; dtorch.init()"),
+        ("fully_shard", "dtorch.parallelize(module, mesh)"),
+        ("full_tensor", "x.to_torch()"),
+        ("float32", "write torch.float32"),
+        ("matmul", "write torch.matmul"),
+        ("zero", "did you mean dtorch.zeros?"),
+    )
+]
+
+NEWCOMERS = [*NOT_STRIDED, *DEVICES, *MEMORY, *KEYWORDS, *DATA, *NAMES]
