@@ -63,7 +63,7 @@ from dtorch_runtime.worker.blobs import name_of
 #: Longest sleep of the session's thread, in seconds: dropping a value wakes nobody, and an idle program may do it.
 _IDLE_WAIT_S = 1.0
 #: Values inside of captured calls have ids from here on, the others below.
-_FIRST_INNER_ID = 1 << 48
+FIRST_INNER_ID = 1 << 48
 _logger = logging.getLogger(__name__)
 
 
@@ -198,7 +198,7 @@ class Session:
     def new_inner_ids(self, count: int) -> int:
         """The first of ``count`` ids for values inside of one call of a template with a body."""
         with self._changed:
-            first = _FIRST_INNER_ID + self._num_inner
+            first = FIRST_INNER_ID + self._num_inner
             self._num_inner += count
         return first
 

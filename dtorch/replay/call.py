@@ -14,6 +14,7 @@ from dtorch.location import describe
 from dtorch.replay.recording import Op, free_inputs, make_template, without_dead
 from dtorch.replay.watch import PLAIN
 from dtorch.spec import Spec
+from dtorch.tensors import Tensor
 from dtorch_runtime.errors import SessionClosed
 from dtorch_runtime.wire.records import TemplateRecord
 
@@ -63,7 +64,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Ops as one template."""
+    """Ops as one template; template 0 when there are none."""
 
     graph: Graph
     template: int
@@ -92,7 +93,11 @@ class Call:
         assert record.body is not None
         scalars = [graph.session.new_inner_ids(record.body.num_inner), *(draw() for draw in self.draws)]
         ids = [handle.value_id for handle in handles]
-        made = graph.append(self.template, 0, ids, record.num_outputs, scalars, self.num_ops)
+        made = (
+            graph.append(self.template, 0, ids, record.num_outputs, scalars, self.num_ops)
+            if self.template
+            else []
+        )
         if foreign:
             graph.flush()  # before the other graphs can free what was just used
         for value_id, output in zip(made, self.outputs, strict=True):
@@ -130,13 +135,11 @@ class Constant:
 Result: TypeAlias = Symbol | Same | Constant
 
 
-def make_result(
-    cls: type[torch.Tensor], result: Result, inputs: Sequence[Any], handles: Sequence[Handle]
-) -> Any:
+def make_result(result: Result, inputs: Sequence[Any], handles: Sequence[Handle]) -> Any:
     """What the user gets."""
     match result:
         case Symbol(index, spec):
-            return make_symbol(cls, spec, handles[index])
+            return make_symbol(Tensor, spec, handles[index])
         case Same(index):
             return inputs[index]
         case Constant(value):
@@ -157,17 +160,9 @@ class Made:
     position: Mapping[int, int]
 
     def result(self, value: Any) -> Result:
-        """How a replay gives again what was returned when the ops were recorded.
-
-        Raises:
-            NotReplayable: it is neither a tensor nor a number, a string, or another constant.
-        """
+        """How a replay gives again what was returned when the ops were recorded."""
         if isinstance(value, PLAIN):
             return Constant(value)
-        if not hasattr(value, "_handle"):
-            raise NotReplayable(
-                f"returns a {type(value).__qualname__}. Return tensors, numbers and containers of them"
-            )
         for index, tensor in enumerate(self.inputs):
             if tensor is value:
                 return Same(index)
@@ -178,6 +173,24 @@ class Made:
         handle = tensor._handle
         index = self.position[handle.value_id]
         return index < len(self.inputs) or any(handle.root is known._handle.root for known in self.inputs)
+
+
+def check_types(results: Iterable[Any]) -> None:
+    """Whether everything that was returned can be given again.
+
+    Raises:
+        NotReplayable: something is neither a tensor nor a number, a string, or another constant.
+    """
+    for value in results:
+        if isinstance(value, PLAIN) or type(value) is Tensor:
+            continue
+        if isinstance(value, Tensor):
+            raise NotReplayable(
+                "returns a view that auto_redistribute() keeps in step with its base. Return x.clone()"
+            )
+        raise NotReplayable(
+            f"returns a {type(value).__qualname__}. Return tensors, numbers and containers of them"
+        )
 
 
 def make_call(
@@ -214,8 +227,8 @@ def make_call(
     described = [_describe(handle, position, roots, inputs) for handle in outputs.values()]
     written = [value_id for value_id, tensor in zip(ids, inputs, strict=True) if was_written(tensor)]
     record, draws = make_template(ops, ids, list(outputs), written)
-    template = graph.session.define_template(record)
-    call = Call(graph, template, record, tuple(draws), tuple(described), max(1, len(ops)))
+    template = graph.session.define_template(record) if ops else 0
+    call = Call(graph, template, record, tuple(draws), tuple(described), len(ops))
     return Made(call, inputs, position)
 
 

@@ -34,6 +34,7 @@ class _Signature:
     plans: list[Plan] = field(default_factory=list)
     #: Why calls were not replayed, oldest first.
     reasons: list[str] = field(default_factory=list)
+    num_replays: int = 0
     num_unsettled: int = 0
     num_eager: int = 0
     is_given_up: bool = False
@@ -63,6 +64,7 @@ class Captured(Generic[_P, _R]):
             signature = self._new_signature(key, str(arguments), graph)
         for plan in signature.plans:
             if plan.is_current(arguments.leaves):
+                signature.num_replays += 1
                 return plan.replay(arguments.leaves)  # type: ignore[no-any-return]  # what the function returns
         if graph.recording is not None or signature.is_given_up:
             signature.num_eager += 1
@@ -115,10 +117,9 @@ class Captured(Generic[_P, _R]):
         """What was recorded, how often it was replayed, and why it was recorded again."""
         lines = [f"{self._name}:" if self._signatures else f"{self._name}: not called yet"]
         for signature in self._signatures.values():
-            num_replays = sum(plan.num_replays for plan in signature.plans)
             lines.append(
                 f"  ({signature.text}): {_count(len(signature.plans), 'recording')}, "
-                f"{_count(num_replays, 'replay')}, {_count(signature.num_eager, 'call')} without"
+                f"{_count(signature.num_replays, 'replay')}, {_count(signature.num_eager, 'call')} without"
             )
             lines += [f"    {plan}" for plan in signature.plans]
             lines += [f"    {reason}" for reason in dict.fromkeys(signature.reasons)]

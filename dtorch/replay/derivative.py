@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from dtorch.graph import Graph
 from dtorch.issue import make_symbol
 from dtorch.replay.call import Call, Made, NotReplayable, Result, make_call, make_result
 from dtorch.replay.recording import Recording
 from dtorch.spec import Spec
+from dtorch_runtime.errors import CaptureError
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):
@@ -177,15 +177,18 @@ class Replayed(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "the gradient of a captured call has no derivative itself (create_graph=True). Call the function as it "
+                "is for that: function.__wrapped__(...)"
+            )
         plan: Backward = ctx.backward_plan
         given = [_like(gradient, spec) for gradient, spec in zip(gradients, plan.given, strict=True)]
         saved = ctx.saved_tensors
         inputs = [saved[index] if index >= 0 else given[-1 - index] for index in plan.inputs]
         handles = plan.call.issue(inputs)
-        cls = type(gradients[0])
-        return (None, None, *(make_result(cls, result, inputs, handles) for result in plan.results))
+        return (None, None, *(make_result(result, inputs, handles) for result in plan.results))
 
 
 def _like(gradient: Any, spec: Spec) -> Any:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from dtorch.graph import Handle
+from dtorch.connection import FIRST_INNER_ID
+from dtorch.graph import Graph, Handle, ViewHandle
 from dtorch.location import describe
 from dtorch.replay.arguments import Arguments
-from dtorch.replay.call import Call, Made, NotReplayable, Result, Source, make_call, make_result
+from dtorch.replay.call import Call, Made, NotReplayable, Result, Source, check_types, make_call, make_result
 from dtorch.replay.derivative import Backward, Derivative, Replayed, Saved, make_backward, record_backward
 from dtorch.replay.recording import Recording
 from dtorch.replay.watch import TooMuch, Watch
-from dtorch.tensors import Tensor
 
 
 class Unsettled(NotReplayable):
@@ -50,7 +51,6 @@ class Plan:
     differentiable: Sequence[tuple[int, ...]] = ()
     inputs: Sequence[Source] = ()
     saved: Sequence[Result] = ()
-    num_replays: int = 0
 
     def is_current(self, leaves: Sequence[Any]) -> bool:
         """Whether a replay would do what the function would."""
@@ -76,12 +76,10 @@ class Plan:
         return (
             f"{self.num_recorded} ops recorded, {kept} kept, {record.num_inputs} inputs, {record.num_outputs} outputs"
             + (f", {self.backward.call.num_ops} ops backward" if self.backward is not None else "")
-            + f": replayed {self.num_replays} times"
         )
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Issue the call on these arguments; returns what the function would."""
-        self.num_replays += 1
         inputs = [source.find(leaves) for source in self.sources]
         if self.backward is None:
             handles = self.call.issue(inputs)
@@ -89,11 +87,11 @@ class Plan:
         else:
             results, handles = self._replay_differentiably(self.backward, inputs, leaves)
         for source, gradient in self.gradients:
-            source.find(leaves).grad = make_result(Tensor, gradient, inputs, handles)
+            source.find(leaves).grad = make_result(gradient, inputs, handles)
         return pytree.tree_unflatten(results, self.treespec)
 
     def _make(self, results: Sequence[Result], inputs: Sequence[Any], handles: Sequence[Handle]) -> list[Any]:
-        return [make_result(Tensor, result, inputs, handles) for result in results]
+        return [make_result(result, inputs, handles) for result in results]
 
     def _replay_differentiably(
         self, backward: Backward, inputs: Sequence[Any], leaves: Sequence[Any]
@@ -180,6 +178,7 @@ class Recorder:
         wanted = [value for value in results if isinstance(value, torch.Tensor) and hasattr(value, "_handle")]
         wanted += [tensor.grad for tensor, _ in changed if tensor.grad is not None]
         wanted += derivative.saved if derivative is not None else []
+        check_types(results)
         self._check_kept(ops, wanted, keeps_graph=derivative is not None)
         made = make_call(self._graph, ops, wanted, known, self._was_written)
         sources = [self._source(tensor) for tensor in made.inputs]
@@ -229,16 +228,19 @@ class Recorder:
 
     def _check_kept(self, ops: Sequence[Any], wanted: Sequence[Any], *, keeps_graph: bool) -> None:
         """Whether the function kept a tensor that it made, for the next call to find."""
-        known = {tensor._handle.value_id for tensor in wanted}
+        handles = [tensor._handle for tensor in wanted]
+        known = {handle.value_id for handle in (*handles, *(handle.root for handle in handles))}
         if keeps_graph:
             known.update(self._saved.tensors)
         else:
             self._saved.tensors.clear()
-        made = {value: op for op in ops for value in op.outputs}
+        made = {value: op for op in ops for value in op.outputs if value < FIRST_INNER_ID}
         kept = self._recording.still_held(made) - known
         if kept:
             gc.collect()
             kept = self._recording.still_held(made) - known
+        if kept:
+            kept = _held_by_python(kept, self._graph)
         if kept:
             op = made[min(kept)]
             raise Unsettled(
@@ -287,6 +289,24 @@ class Recorder:
                 raise NotReplayable(
                     "returns a differentiable view of one of its inputs. Return a copy: x.clone()"
                 )
+
+
+def _held_by_python(value_ids: set[int], graph: Graph) -> set[int]:
+    """Those of the values with a symbol that Python refers to. Torch itself holds what results are views of."""
+    found = set()
+    handles = [
+        item
+        for item in gc.get_objects()
+        if type(item) in (Handle, ViewHandle) and item.graph is graph and item.value_id in value_ids
+    ]
+    for handle in handles:
+        symbols = [item for item in gc.get_referrers(handle) if issubclass(type(item), torch.Tensor)]
+        for symbol in symbols:
+            if any(
+                item is not symbols and not isinstance(item, FrameType) for item in gc.get_referrers(symbol)
+            ):
+                found.add(handle.value_id)
+    return found
 
 
 def _unique(tensors: Any) -> list[Any]:

@@ -40,6 +40,8 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 #: Containers that can be watched.
 _MAX_CONTAINERS = 100_000
 _NOTHING = object()
+_ITEM = "{}[{!r}]"
+_ATTRIBUTE = "{}.{}"
 
 Part = tuple[str, Any]
 
@@ -64,10 +66,13 @@ class Watch:
         self.tensors: list[tuple[str, Any]] = []
         #: Everything that was looked at, by identity; kept, so that no other object gets the same.
         self._seen: dict[int, Any] = {}
-        self._names: list[str] = []
-        #: What to iterate over again, and all that it gave.
+        #: What to iterate over again, how each is called and what it is of, and all that they gave.
         self._iterables: list[Any] = []
+        self._names: list[tuple[str, Any]] = []
+        self._sizes: list[int] = []
         self._flat: list[Any] = []
+        #: How the items of each dict are called; ``vars(x)`` has attributes.
+        self._forms: dict[int, str] = {}
         self._empty: list[Any] = []
         self._empty_names: list[str] = []
         #: Single places: how to look, and what was there.
@@ -114,21 +119,27 @@ class Watch:
             if not _is_equal(self._got[index], now):
                 return f"{name} was {_show(self._got[index])} and is {_show(now)}"
             self._got[index] = now
-        flat: list[Any] = []
-        for name, iterable in zip(self._names, self._iterables, strict=True):
-            items = list(iterable)
-            before = self._flat[len(flat) : len(flat) + len(items)]
-            for old, new in zip(before, items, strict=False):
+        start = 0
+        for index, iterable in enumerate(self._iterables):
+            before = self._flat[start : start + self._sizes[index]]
+            now = list(iterable)
+            if len(now) != len(before):
+                return f"{self._names[index][0]} had {len(before)} items and has {len(now)}"
+            for place, (old, new) in enumerate(zip(before, now, strict=True)):
                 if not _is_equal(old, new):
-                    return f"{name} had {_show(old)} and has {_show(new)}"
-            flat += items
-        if len(flat) != len(self._flat):
-            return "a container has grown or shrunk"
-        self._flat = flat
+                    return f"{self._item_name(index, place)} was {_show(old)} and is {_show(new)}"
+            self._flat[start : start + len(now)] = now
+            start += len(now)
         for (name, tensor), version in zip(self._plain_tensors, self._versions, strict=True):
             if tensor._version != version:
                 return f"{name}, a tensor of this process, was written to"
         return None
+
+    def _item_name(self, index: int, place: int) -> str:
+        name, container = self._names[index]
+        if self._iterables[index] is container:
+            return f"{name}[{place}]" if isinstance(container, list) else f"a key of {name}"
+        return self._forms[id(container)].format(name, list(container)[place])
 
     # ---- looking ----
 
@@ -154,7 +165,7 @@ class Watch:
         if type(value).__module__.partition(".")[0] in _OWN:
             return [(name, value.__wrapped__)] if hasattr(value, "__wrapped__") else ()
         if isinstance(value, dict):
-            return self._dict(name, value, "{}[{!r}]")
+            return self._dict(name, value, _ITEM)
         if isinstance(value, _SEQUENCES):
             return self._sequence(name, value)
         return self._object(name, value)
@@ -168,18 +179,19 @@ class Watch:
 
     def _class(self, name: str, value: type) -> Iterable[Part]:
         yield from ((f"{name}.__bases__", base) for base in value.__bases__)
-        yield from self._dict(name, vars(value), "{}.{}")
+        yield from self._dict(name, vars(value), _ATTRIBUTE)
 
     def _object(self, name: str, value: Any) -> Iterable[Part]:
         yield f"{name}.__class__", type(value)
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
-            yield from self._dict(name, attributes, "{}.{}")
+            yield from self._dict(name, attributes, _ATTRIBUTE)
 
     def _dict(self, name: str, value: Any, form: str) -> Iterable[Part]:
         if value:
-            self._add(name, value)
-            self._add(name, value.values())
+            self._forms[id(value)] = form
+            self._add(name, value, value)
+            self._add(name, value.values(), value)
         else:
             self._empty.append(value)
             self._empty_names.append(name)
@@ -187,7 +199,7 @@ class Watch:
 
     def _sequence(self, name: str, value: Any) -> Iterable[Part]:
         if value and not isinstance(value, tuple | frozenset):
-            self._add(name, value)
+            self._add(name, value, value)
         elif not value:
             self._empty.append(value)
             self._empty_names.append(name)
@@ -217,9 +229,10 @@ class Watch:
         self._got.append(value)
         return name, value
 
-    def _add(self, name: str, iterable: Any) -> None:
-        self._names.append(name)
+    def _add(self, name: str, iterable: Any, container: Any) -> None:
+        self._names.append((name, container))
         self._iterables.append(iterable)
+        self._sizes.append(len(iterable))
         self._flat.extend(iterable)
 
 
