@@ -15,7 +15,13 @@ def _prelu(call: Call) -> Metas | None:
     return likes("self")(call) if broadcast([shape, call.spec("weight").shape]) == shape else None
 
 
-rule("log_sigmoid_forward", "...->...,...")
+def _log_sigmoid_shape(call: Call) -> Metas | None:
+    """What the derivative needs is kept on a CPU only."""
+    assert call.mesh is not None
+    return likes("self", "self")(call) if call.mesh.device_type == "cpu" else None
+
+
+rule("log_sigmoid_forward", "...->...,...", shape=_log_sigmoid_shape)
 rule("log_sigmoid_backward", "...,...,...->...", linear="a", slices="*", shape=likes("self"))
 rule("_prelu_kernel", "...,...->...", slices="*", shape=_prelu)
 rule("_prelu_kernel_backward", "...,...,...->...,...", linear="a", slices="*", shape=likes("self", "self"))

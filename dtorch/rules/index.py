@@ -12,7 +12,7 @@ from dtorch.rules.equation import ALL_KINDS, LINEAR_KINDS, Dims, Equation, Match
 from dtorch.rules.reduce import other_op
 from dtorch.rules.registry import register
 from dtorch.rules.view import LETTERS, dim_of, letters
-from dtorch.shapes import Metas, TensorMeta, register_shape, wrap
+from dtorch.shapes import Metas, TensorMeta
 from dtorch.spec import Spec, contiguous_stride
 from dtorch_runtime.wire.records import LocalStart
 
@@ -211,19 +211,3 @@ register(
     full_names("index_put _unsafe_index_put _index_put_impl_ index_put_"),
     EquationRule(_index_put),
 )
-
-
-def _index_shape(call: Call) -> Metas | None:
-    """One index along the first dim of a contiguous tensor, the most common case: rows."""
-    spec = call.inputs[0]
-    indices = call.get("indices")
-    if len(indices) != 1 or not isinstance(indices[0], Spec) or wrap(0, len(spec.shape)) is None:
-        return None
-    index = indices[0]
-    if index.dtype.itemsize == 1 or not spec.shape or spec.stride != contiguous_stride(spec.shape):
-        return None
-    shape = (*index.shape, *spec.shape[1:])
-    return (TensorMeta(shape, contiguous_stride(shape), spec.dtype),)
-
-
-register_shape(["aten::index.Tensor"], _index_shape)

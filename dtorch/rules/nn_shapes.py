@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from dtorch.rules.call import Call
-from dtorch.shapes import Metas, ShapeFunction, TensorMeta, is_contiguous
+from dtorch.shapes import Metas, ShapeFunction, TensorMeta, broadcast, is_contiguous
 from dtorch.spec import Spec, contiguous_stride
 
 _NONE = 0
@@ -34,10 +38,17 @@ def likes(*names: str) -> ShapeFunction:
     return metas
 
 
+def _are_pair(inputs: Sequence[Spec]) -> bool:
+    first, second, *weights = inputs
+    return first.shape == second.shape and all(
+        broadcast([first.shape, weight.shape]) == first.shape for weight in weights
+    )
+
+
 def pair_loss(call: Call) -> Metas | None:
-    """A loss of tensors of one shape."""
+    """A loss of tensors of one shape, and of weights that are broadcast to it."""
     shape = call.inputs[0].shape
-    if not is_plain(call) or any(spec.shape != shape for spec in call.inputs):
+    if not is_plain(call) or not _are_pair(call.inputs):
         return None
     return (row_major(shape if call.get("reduction") == _NONE else (), call.inputs[0]),)
 
@@ -46,7 +57,7 @@ def pair_loss_backward(call: Call) -> Metas | None:
     """The derivative of a loss of tensors of one shape; a reduced loss has one gradient."""
     gradient, *pair = call.inputs
     shape = pair[0].shape
-    if not is_plain(call) or any(spec.shape != shape for spec in pair) or gradient.shape not in ((), shape):
+    if not is_plain(call) or not _are_pair(pair) or gradient.shape not in ((), shape):
         return None
     return (row_major(shape, pair[0]),)
 
@@ -93,11 +104,12 @@ def group_norm(call: Call) -> Metas | None:
     return (row_major(spec.shape, spec), statistics, statistics)
 
 
-def batch_norm_in_training(call: Call) -> Metas | None:
-    """The normalized, and a mean and a deviation of each channel."""
+def batch_norm(call: Call, has_saved: bool) -> Metas | None:
+    """The normalized, and a mean and a deviation of each channel, or none; and a reserve that stays empty."""
     spec = call.spec("input")
     channels = spec.shape[1:2]
     if not is_plain(call) or any(given.shape != channels for given in call.inputs[1:]) or len(spec.shape) < 2:
         return None
-    saved = row_major(channels, spec)
-    return (row_major(spec.shape, spec), saved, saved)
+    saved = row_major(channels if has_saved else (0,), spec)
+    reserve = (TensorMeta((0,), (1,), torch.uint8),) if len(call.op.returns) == 4 else ()
+    return (row_major(spec.shape, spec), saved, saved, *reserve)

@@ -45,6 +45,9 @@ def _norm_dims(call: Call) -> str:
     return _normalized(call)[0]
 
 
+_EXACT = (torch.float32, torch.float64)
+
+
 def _layer_norm_shape(call: Call) -> Metas | None:
     spec = call.inputs[0]
     normalized = tuple(call.get("normalized_shape"))
@@ -55,9 +58,10 @@ def _layer_norm_shape(call: Call) -> Metas | None:
         or not is_contiguous(spec.shape, spec.stride)
     ):
         return None
-    if spec.dtype not in (torch.float32, torch.float64) or any(
-        g.dtype is not spec.dtype for g in call.inputs
-    ):
+    assert call.mesh is not None
+    # Other devices keep statistics of short floats in float32.
+    exact = _EXACT if call.mesh.device_type != "cpu" else (*_EXACT, torch.bfloat16, torch.float16)
+    if spec.dtype not in exact or any(g.dtype is not spec.dtype for g in call.inputs):
         return None
     if any(given.shape != normalized for given in call.inputs[1:]):
         return None
@@ -65,6 +69,11 @@ def _layer_norm_shape(call: Call) -> Metas | None:
     row = TensorMeta(statistics, contiguous_stride(statistics), spec.dtype)
     whole = TensorMeta(spec.shape, contiguous_stride(spec.shape), spec.dtype)
     return (whole, row, row)
+
+
+def _rms_norm_shape(call: Call) -> Metas | None:
+    metas = _layer_norm_shape(call) if call.inputs[0].dtype in _EXACT else None
+    return None if metas is None else metas[:2]
 
 
 rule("native_layer_norm", _layer_norm, whole=_norm_dims, shape=_layer_norm_shape)
@@ -76,7 +85,7 @@ rule(
     slices="*",
     shape=nn_shapes.likes("input", "weight", "bias"),
 )
-rule("_fused_rms_norm", _rms_norm, whole=_norm_dims)
+rule("_fused_rms_norm", _rms_norm, whole=_norm_dims, shape=_rms_norm_shape)
 
 
 # ------------------------------------------------------------------------------------------------- groups
@@ -188,9 +197,12 @@ def _batch_whole(call: Call) -> Sequence[str]:
 def _batch_norm_shape(call: Call) -> Metas | None:
     """Meta kernels save statistics without training, as CUDA does; a CPU does not."""
     assert call.mesh is not None
-    if _is_training(call) and len(call.op.returns) == 3:
-        return nn_shapes.batch_norm_in_training(call)
-    if _is_training(call) or call.mesh.device_type != "cpu":
+    is_cpu, is_training = call.mesh.device_type == "cpu", _is_training(call)
+    if is_training or is_cpu:
+        metas = nn_shapes.batch_norm(call, has_saved=is_training)
+        if metas is not None:
+            return metas
+    if is_training or not is_cpu:
         return None
     result, mean, deviation, *reserve = run_on_meta(call)
     assert isinstance(mean, TensorMeta)

@@ -70,13 +70,13 @@ def reduction_shape(call: Call) -> Metas | None:
         return None
     metas = [TensorMeta(shape, contiguous_stride(shape), dtype)]
     if len(call.op.returns) == 2:
-        second = dtype if call.op.base in _FLOATING else torch.int64
+        second = dtype if call.op.base in _FLOATING or call.op.base == "aten::aminmax" else torch.int64
         metas.append(TensorMeta(shape, contiguous_stride(shape), second))
     return tuple(metas)
 
 
 #: Of floating point numbers; of others the result has another dtype, or does not exist.
-_FLOATING = frozenset(full_names("mean std var std_mean var_mean logsumexp linalg_vector_norm"))
+_FLOATING = frozenset(full_names("mean std var std_mean var_mean logsumexp linalg_vector_norm norm"))
 
 
 def _dims_in_range(call: Call) -> bool:
@@ -114,6 +114,7 @@ rule("aminmax", _reduction_pair, reduce=("min", "max"))
 register_shape(
     full_names(
         "sum prod amax amin max.default min.default any all max.dim min.dim argmax argmin mean logsumexp "
+        "median.dim nanmedian.dim mode aminmax norm.Scalar norm.ScalarOpt_dim "
         "std.correction var.correction std_mean.correction var_mean.correction linalg_vector_norm count_nonzero"
     ),
     reduction_shape,

@@ -9,6 +9,7 @@ from dtorch.rules import (
     conv,
     counting,
     diagonals,
+    element_shapes,
     fft,
     foreach,
     forms,
@@ -20,6 +21,7 @@ from dtorch.rules import (
     matmul,
     new_like,
     normalization,
+    plane_shapes,
     pointwise,
     pooling,
     random,
@@ -60,4 +62,7 @@ TABLES = (
     view,
 )
 
-__all__ = ["TABLES", "find_rule", "registered"]
+#: Shapes of what their ops give, where a meta kernel would be slow.
+SHAPES = (element_shapes, plane_shapes)
+
+__all__ = ["SHAPES", "TABLES", "find_rule", "registered"]

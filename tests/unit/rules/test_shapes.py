@@ -10,6 +10,7 @@ import torch
 
 from dtorch import shapes
 from dtorch.rules.call import Call, op_of
+from dtorch.rules.tables import SHAPES
 from dtorch.shapes import shape_function
 from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.ir.layout import Layout
@@ -19,7 +20,9 @@ from tests.numerics.more_samples import MORE
 from tests.numerics.samples import ALL
 from tests.numerics.samples_linalg import LINALG
 from tests.numerics.samples_losses import LOSSES
+from tests.numerics.samples_masks import MASKS
 from tests.numerics.samples_nn import NN_SAMPLES
+from tests.numerics.samples_scatter import SCATTER_AND_SPECIAL
 from tests.numerics.samples_statistics import STATISTICS
 from tests.support.rule_checks import Sample, replace_tensors, tensors_of
 
@@ -61,7 +64,10 @@ def compare(sample: Sample, *, transposed: bool = False) -> bool:
     args, kwargs = replace_tensors(whole, list(laid_out))
     want = sample.func(*args, **kwargs)
     flat: list[Any] = [
-        item for meta in metas for item in ([meta] if isinstance(meta, shapes.TensorMeta) else meta)
+        item
+        for meta in metas
+        if meta is not None
+        for item in ([meta] if isinstance(meta, shapes.TensorMeta) else meta)
     ]
     flat_want = tensors_of(want if isinstance(want, tuple | list) else [want])
     assert len(flat) == len(flat_want)
@@ -81,6 +87,71 @@ def compare(sample: Sample, *, transposed: bool = False) -> bool:
 )
 def test_equals_torch(sample: Sample, transposed: bool) -> None:
     compare(sample, transposed=transposed)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [*NN_SAMPLES, *LOSSES, *SCATTER_AND_SPECIAL, *MASKS],
+    ids=lambda sample: str(sample).replace(" ", "_"),
+)
+def test_equals_torch_on_row_major_inputs(sample: Sample) -> None:
+    compare(sample)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_statistics_of_norms_have_the_dtype_of_a_cpu(dtype: torch.dtype, is_training: bool) -> None:
+    image, row = torch.randn(2, 3, 4, dtype=dtype), torch.rand(3, dtype=dtype)
+    batch = (image, row, row, row.clone(), row.clone(), is_training, 0.1, 1e-5)
+    for sample in (
+        Sample(aten.native_batch_norm.default, lambda: batch),
+        Sample(aten.native_layer_norm.default, lambda: (image.mT.contiguous(), [3], row, row, 1e-5)),
+    ):
+        assert compare(sample)
+
+
+@pytest.mark.parametrize("table", SHAPES, ids=lambda table: table.__name__.rpartition(".")[2])
+def test_each_function_of_a_table_answers_for_a_sample_and_leaves_other_strides_to_torch(table: Any) -> None:
+    samples = [*ALL, *MORE, *LINALG, *STATISTICS, *NN_SAMPLES, *LOSSES, *SCATTER_AND_SPECIAL, *MASKS]
+    names = {name for name, function in shapes._functions.items() if function.__module__ == table.__name__}
+    answered = set()
+    for sample in samples:
+        op = op_of(sample.func)
+        if {op.name, op.base} & names:
+            compare(sample, transposed=True)
+            answered |= {op.name, op.base} if compare(sample) else set()
+    assert names
+    assert not names - answered
+
+
+@pytest.mark.parametrize(
+    ("func", "shapes_of_inputs", "constants"),
+    [
+        (aten.convolution.default, [(2, 4, 5), (6, 3, 2)], [None, [1], [0], [1], False, [0], 1]),
+        (aten.convolution.default, [(2, 4, 5), (6, 4, 9)], [None, [1], [0], [1], False, [0], 1]),
+        (aten.max_pool2d_with_indices.default, [(2, 3, 3)], [[4, 4]]),
+        (aten.avg_pool2d.default, [(2, 6, 6)], [[2, 2], [2, 2], [3, 3]]),
+        (aten.reflection_pad1d.default, [(2, 3)], [[3, 1]]),
+        (aten.im2col.default, [(2, 3, 3)], [[4, 4], [1, 1], [0, 0], [1, 1]]),
+        (aten.col2im.default, [(8, 5)], [[3, 3], [2, 2], [1, 1], [0, 0], [1, 1]]),
+        (aten.pixel_shuffle.default, [(6, 2, 2)], [2]),
+        (aten.glu.default, [(2, 5)], [-1]),
+        (aten.stack.default, [(2, 5)], [4]),
+        (aten.roll.default, [(2, 5)], [[1, 2], [0]]),
+        (aten.addr.default, [(2, 5), (2,), (4,)], []),
+    ],
+)
+def test_wrong_arguments_are_refused_as_torch_refuses_them(
+    func: torch._ops.OpOverload, shapes_of_inputs: list[tuple[int, ...]], constants: list[Any]
+) -> None:
+    tensors: list[Any] = [torch.ones(shape) for shape in shapes_of_inputs]
+    specs: list[Any] = [spec_of(tensor) for tensor in tensors]
+    if func is aten.stack.default:
+        tensors, specs = [tensors], [specs]
+    with pytest.raises((RuntimeError, IndexError)):
+        func(*tensors, *constants)
+    with pytest.raises((RuntimeError, IndexError)):
+        shapes.infer(Call(op_of(func), (*specs, *constants), {}))
 
 
 COMMON = [
