@@ -10,6 +10,7 @@ import torch
 
 from dtorch import shapes
 from dtorch.op_plan import NewOutput, NoOutput, OpPlan, Output, SameTensor, Window
+from dtorch.rules import lazy
 from dtorch.rules.call import ArgumentEncoder, Call, Op, encode_constant
 from dtorch.shapes import Metas, TensorMeta
 from dtorch.spec import intern_spec
@@ -165,17 +166,12 @@ def pack_outputs(
 def _output(call: Call, viewed: str | None, meta: TensorMeta, layout: Layout) -> NewOutput:
     index = call.operands.get(viewed) if viewed is not None else None
     if not isinstance(index, int):
-        bits = _bits(call, 0) if call.op.base == "aten::_unsafe_view" else (False, False)
+        bits = lazy.bits_of_result(call)
         return NewOutput(intern_spec(meta.shape, meta.dtype, layout, meta.stride, *bits))
-    spec = intern_spec(meta.shape, meta.dtype, layout, meta.stride, *_bits(call, index))
+    bits = lazy.bits_of_view(call, index)
+    spec = intern_spec(meta.shape, meta.dtype, layout, meta.stride, *bits)
     is_absolute = call.op.base == "aten::as_strided" and call.get("storage_offset") is not None
     return NewOutput(spec, Window(index, meta.offset, is_absolute))
-
-
-def _bits(call: Call, index: int) -> tuple[bool, bool]:
-    """Whether a view of an input is a lazy conjugate, and a lazy negative."""
-    spec = call.inputs[index]
-    return spec.is_conj != (call.op.base == "aten::_conj"), spec.is_neg != (call.op.base == "aten::_neg_view")
 
 
 def default_dtype(dtype: torch.dtype | None) -> torch.dtype:

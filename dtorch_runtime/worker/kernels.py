@@ -79,6 +79,22 @@ def kernel(name: str, *, num_returns: int = 1) -> Callable[[_Function], _Functio
     return register
 
 
+#: Ops whose kernels conjugate their (first) result by setting its bit, which symbols of it do not have.
+_LAZY = frozenset({"aten::_linalg_solve_ex", "aten::linalg_lu_solve"})
+
+
+def _resolved(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        first: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        if first.is_conj():
+            torch._C._set_conj(first, False)  # in place, because it may be the tensor given as out=
+            first.conj_physical_()
+        return result
+
+    return call
+
+
 @lru_cache(maxsize=4096)
 def find_kernel(name: str) -> Kernel:
     """The kernel of ``namespace::name.overload``; without an overload the default one.
@@ -97,8 +113,9 @@ def find_kernel(name: str) -> Kernel:
     if not isinstance(found, torch._ops.OpOverload):
         raise InternalFailure(f"torch {torch.__version__} on this worker has no operator {name}")
     returns = found._schema.returns
+    function = fast_binding(found) or found._op
     return Kernel(
-        fast_binding(found) or found._op,
+        _resolved(function) if found._schema.name in _LAZY else function,
         num_returns=len(returns),
         returns_list=any("[]" in str(item.type) or "List" in str(item.type) for item in returns),
         mutated_returns=frozenset(

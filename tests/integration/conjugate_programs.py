@@ -116,6 +116,20 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "linear": lambda x: torch.nn.functional.linear(x.conj(), x.conj()),
     "vdot": lambda x: torch.vdot(x[:, 1].conj(), x[:, 2]),
     "dot": lambda x: torch.dot(x[:, 1].conj(), x[:, 2]),
+    "dot of two": lambda x: torch.dot(x[:, 1].conj(), x[:, 2].conj()).imag,
+    "dot of none": lambda x: torch.dot(x[:, 1], x[:, 2]).imag,
+    "vdot of the second": lambda x: torch.vdot(x[:, 1], x[:, 2].conj()).imag,
+    "vdot of two": lambda x: torch.vdot(x[:, 1].conj(), x[:, 2].conj()).imag,
+    "vector @ vector": lambda x: (x[:, 1].conj() @ x[:, 2].conj()).resolve_conj().imag,
+    "inner": lambda x: torch.inner(x[1].conj(), x[2].conj()).resolve_conj().imag,
+    "vecdot": lambda x: torch.linalg.vecdot(x, x.conj()).imag,
+    "solved from the right": lambda x: torch.linalg.solve(_square(x), x.mH, left=False).resolve_conj().imag,
+    "solved with factors": lambda x: (
+        torch.linalg.lu_solve(
+            *torch.linalg.lu_factor(_square(x)), x.mH, left=False, adjoint=True
+        ).resolve_conj()
+        / 20
+    ),
     "sum": lambda x: x.conj().sum(1),
     "abs": lambda x: x.conj().abs(),
     "angle": lambda x: x.conj().angle(),
@@ -128,6 +142,10 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 }
 #: These look at the memory around a view, which a converted copy has not.
 NOT_CONVERTED = ("as_strided", "resize_")
+
+
+def _square(x: Any) -> Any:
+    return x @ x.mT / 99 + 2 * torch.eye(4, device=x.device)
 
 
 def bits(tensor: Any) -> Any:
@@ -269,10 +287,14 @@ ASKED: dict[str, Callable[[Any], Any]] = {
     "resolved is itself": lambda x: [x.resolve_conj() is x, x.real.conj().is_conj(), x.conj().is_complex()],
     "sent twice": lambda x: [X.conj().to(x.device) + x.conj(), X.conj().imag.to(x.device) + x.imag],
     "_unsafe_view": lambda x: torch.ops.aten._unsafe_view(x.conj(), [4, 2, 3]).resolve_conj().real,
-    "vmap": lambda x: torch.vmap(lambda row: row.conj() * row + row.conj().imag)(x),
-    "vmap of views": lambda x: [bits(t) for t in torch.vmap(lambda row: (row.conj(), row.conj().imag))(x)],
+    "vmap": lambda x: torch.vmap(lambda row: row.conj() * row + row.conj().real)(x),
+    "vmap of views": lambda x: [
+        bits(t) for t in torch.vmap(lambda row: (row.conj(), row.conj().real, row.conj() + 0))(x)
+    ],
     "vmap of a resolved one": lambda x: bits(torch.vmap(lambda row: row.conj().resolve_conj())(x)),
-    "vmap over a conj": lambda x: bits(torch.vmap(lambda row: row.imag * 2)(x.conj())),
+    "vmap over a conj": lambda x: bits(torch.vmap(lambda row: row.real * 2)(x.conj())),
+    "vmap over a product": lambda x: bits(torch.vmap(lambda row: row.conj() @ row.conj())(x)),
+    "vmap of what torch cannot": lambda x: torch.vmap(lambda row: row.conj().imag)(x),
     "func.grad": lambda x: torch.func.grad(
         lambda z: (z.conj().imag * z.real).sum() + (z * z.conj()).real.sum()
     )(x),
