@@ -21,7 +21,7 @@ def stft(
     """``aten::stft`` without padding at the ends: the Fourier transforms of frames of a signal.
 
     Shapes (global): x [samples] or [batch, samples], window [win_length]; returns [frequencies, frames] after the
-    batch, and a dim of 2 for real and imaginary parts unless ``return_complex``.
+    batch, and a dim of 2 for real and imaginary parts unless ``return_complex`` (of complex numbers by default).
 
     Raises:
         RuntimeError: as torch raises it.
@@ -47,7 +47,8 @@ def stft(
     is_half = not (frames.is_complex() or x.is_complex()) if onesided is None else onesided
     spectrum = torch.fft.rfft(frames, norm=norm) if is_half else torch.fft.fft(frames, norm=norm)
     result = spectrum.transpose(-2, -1)
-    return result if return_complex else torch.view_as_real(result)
+    is_wanted = frames.is_complex() if return_complex is None else return_complex
+    return result if is_wanted else torch.view_as_real(result)
 
 
 def _check(x: torch.Tensor, n_fft: int, *rest: object) -> None:

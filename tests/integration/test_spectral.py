@@ -36,6 +36,22 @@ def test_stft(mesh: DeviceMesh, window: int | None, align: bool | None, onesided
     torch.testing.assert_close(gradient.cpu(), torch.autograd.grad(want, plain, torch.ones_like(want))[0])
 
 
+@pytest.mark.filterwarnings("ignore:stft with return_complex")
+@pytest.mark.parametrize("return_complex", [None, False, True])
+@pytest.mark.parametrize("of_complex", ["signal", "window"])
+def test_stft_of_complex_numbers(mesh: DeviceMesh, of_complex: str, return_complex: bool | None) -> None:
+    signal, window = torch.randn(23), torch.rand(8)
+    if of_complex == "signal":
+        signal = torch.complex(signal, signal.flip(0))
+    else:
+        window = torch.complex(window, window.flip(0))
+    options: dict[str, Any] = {"n_fft": 8, "center": False, "return_complex": return_complex}
+    want = torch.stft(signal, window=window, **options)
+    placed = dtorch.from_torch(signal, device_mesh=mesh)
+    got = torch.stft(placed, window=dtorch.from_torch(window, device_mesh=mesh), **options)
+    torch.testing.assert_close(got.cpu(), want)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"n_fft": 50}, {"n_fft": 8, "win_length": 10}, {"n_fft": 8, "win_length": 5, "align_to_window": True}],
