@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from tests.numerics.opinfo import worker
 from tests.numerics.opinfo.driver import Result, child_command, run_entries
-from tests.numerics.opinfo.entries import Run, entries
+from tests.numerics.opinfo.entries import GRADIENT_DTYPES, Run, entries
 from tests.numerics.opinfo.known import load_known
 from tests.numerics.opinfo.report import describe, row_of, table, to_json
 from tests.numerics.opinfo.suite import run_suite
@@ -32,7 +32,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--uneven", action="store_true", help="stock sizes, any dim of size > 1 sharded")
     parser.add_argument("--no-grad", action="store_true", help="values only")
     parser.add_argument("--mesh", default="2", help="sizes of the mesh's axes, as 2 or 2x2")
-    parser.add_argument("--dtype", default="float32", help="another one implies --no-grad")
+    parser.add_argument(
+        "--dtype", default="float32", help="gradients are compared of float32, float64 and complex"
+    )
     parser.add_argument("--max-checks", type=int, help="about so many, drawn evenly over all entries")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of combinations")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -45,7 +47,7 @@ def _run_of(options: argparse.Namespace, num_entries: int) -> Run:
     return Run(
         mode=options.mode,
         is_uneven=options.uneven,
-        with_grad=not options.no_grad and options.dtype == "float32",
+        with_grad=not options.no_grad and options.dtype in GRADIENT_DTYPES,
         mesh_shape=tuple(map(int, options.mesh.split("x"))),
         dtype=options.dtype,
         checks_per_entry=math.ceil(options.max_checks / num_entries) if options.max_checks else None,

@@ -41,6 +41,8 @@ _WEIGHT_SEED = 7
 _EMPTY = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 )
+#: Torch leaves conjugating their results to whoever reads them; DTorch's are resolved.
+_RESOLVED = frozenset({"linalg.solve", "linalg.solve_ex", "linalg.lu_solve"})
 _MESSAGE_LENGTH = 300
 
 
@@ -186,7 +188,8 @@ def _call(entry: Any, sample: Sample, tensors: Sequence[torch.Tensor], seed: int
 def _weight(leaf: Any, generator: torch.Generator) -> torch.Tensor | None:
     if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.layout is not torch.strided:
         return None
-    return torch.randn(leaf.shape, generator=generator, dtype=torch.float32).to(leaf.dtype)
+    dtype = torch.complex64 if leaf.is_complex() else torch.float32
+    return torch.randn(leaf.shape, generator=generator, dtype=dtype).to(leaf.dtype)
 
 
 def _gradients(
@@ -231,6 +234,7 @@ class Checker:
             leaves, inputs = self._distributed(entry, sample, self._alone, placements)
             _compare(entry, leaves, plain, values=False)
             fetched = [_fetch(leaf)[0] if isinstance(leaf, dtorch.Tensor) else leaf for leaf in leaves]
+            fetched = [x.conj_physical().conj() if _is_conj(y) else x for x, y in zip(fetched, leaves)]
             for leaf, given in zip(fetched, leaves):
                 if isinstance(given, dtorch.Tensor) and given.requires_grad:
                     leaf.requires_grad_()
@@ -284,6 +288,10 @@ class Checker:
     ) -> list[torch.Tensor | None]:
         whole = [_without_partial(leaf) for leaf in leaves]
         return _gradients(whole, weights, [x for x in inputs if x.requires_grad], _placed_like)
+
+
+def _is_conj(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_conj()
 
 
 def _flush(leaves: Sequence[Any]) -> None:
@@ -342,7 +350,7 @@ def _compare(entry: Any, leaves: Sequence[Any], reference: Reference, values: bo
     if len(leaves) != len(reference.leaves):
         raise _Differs("structure", f"{len(leaves)} leaves instead of {len(reference.leaves)}")
     for leaf, expected in zip(leaves, reference.leaves):
-        _compare_kind(leaf, expected, values)
+        _compare_kind(entry, leaf, expected, values)
     if not values or any(isinstance(leaf, torch.Tensor) and leaf.numel() == 0 for leaf in leaves):
         return EQUAL, ""
     asked = [_ask(leaf) if isinstance(leaf, dtorch.Tensor) else None for leaf in leaves]
@@ -362,7 +370,7 @@ def _exact_leaf(reference: Reference, index: int) -> Any:
     return None if exact is None or len(exact.leaves) != len(reference.leaves) else exact.leaves[index]
 
 
-def _compare_kind(leaf: Any, expected: Any, values: bool) -> None:
+def _compare_kind(entry: Any, leaf: Any, expected: Any, values: bool) -> None:
     """All but the elements."""
     if not isinstance(expected, torch.Tensor):
         is_number = isinstance(expected, bool | int | float | complex)
@@ -374,10 +382,15 @@ def _compare_kind(leaf: Any, expected: Any, values: bool) -> None:
         return
     if not isinstance(leaf, torch.Tensor):
         raise _Differs("structure", f"a {type(leaf).__name__} instead of a tensor")
-    for name in ("shape", "dtype", "requires_grad"):
-        given, wanted = getattr(leaf, name), getattr(expected, name)
-        if given != wanted:
+    for name in ("shape", "dtype", "requires_grad", "is_conj", "is_neg"):
+        given, wanted = (_asked_for(name, tensor) for tensor in (leaf, expected))
+        if given != wanted and not (name == "is_conj" and entry.name in _RESOLVED):
             raise _Differs(name, f"{name} is {given} instead of {wanted}")
+
+
+def _asked_for(name: str, tensor: torch.Tensor) -> Any:
+    found = getattr(tensor, name)
+    return found() if callable(found) else found
 
 
 def _compare_gradients(found: Sequence[Any], reference: Reference) -> _Verdict:

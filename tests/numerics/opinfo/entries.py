@@ -32,6 +32,8 @@ _STOCK_ONLY = frozenset({"_segment_reduce.lengths", "_segment_reduce.offsets"})
 _SAMPLE_SEED = 20
 #: The first samples of an entry are quick to make and varied enough for a glance at each.
 _NUM_EARLY = 6
+#: Of these gradients are compared, where a run has them.
+GRADIENT_DTYPES = ("float32", "float64", "complex64", "complex128")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +172,7 @@ def samples(entry: Any, run: Run, limit: int | None = None) -> list[Sample]:
     with warnings.catch_warnings(), nullcontext() if keeps_sizes else even_sizes():
         warnings.simplefilter("ignore")
         # Not through sample_inputs(), which looks at the whole stack for each sample to name the test it is in.
-        found = iter(entry.sample_inputs_func(entry, "cpu", run.torch_dtype, run.dtype == "float32"))
+        found = iter(entry.sample_inputs_func(entry, "cpu", run.torch_dtype, run.dtype in GRADIENT_DTYPES))
         while len(made) < count:
             try:
                 sample = next(found)

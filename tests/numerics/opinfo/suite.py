@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness import environment
 from tests.numerics.opinfo.driver import Result
-from tests.numerics.opinfo.entries import Run, entries
+from tests.numerics.opinfo.entries import GRADIENT_DTYPES, Run, entries
 from tests.numerics.opinfo.known import load_known
 from tests.numerics.opinfo.report import EntryRow, describe, row_of, summary, table
 
@@ -26,7 +26,7 @@ SUITE = (
     Run(mesh_shape=(2, 2), checks_per_entry=_GRID_CHECKS),
     Run(mode="auto", mesh_shape=(2, 2), checks_per_entry=_GRID_CHECKS),
     *(
-        Run(mode=mode, dtype=dtype, with_grad=False, checks_per_entry=_DTYPE_CHECKS)
+        Run(mode=mode, dtype=dtype, with_grad=dtype in GRADIENT_DTYPES, checks_per_entry=_DTYPE_CHECKS)
         for dtype in _DTYPES
         for mode in ("strict", "auto")
     ),
