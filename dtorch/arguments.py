@@ -36,7 +36,7 @@ def check_arguments(call: Call) -> None:
         _check_dim(call)
     if base in _PRODUCTS:
         _check_one_dtype(call)
-    elif base.startswith((*_BITWISE, *_SHIFTS)):
+    elif call.op.base.startswith((*_BITWISE, *_SHIFTS)):
         _check_bits(call)
     elif base == "aten::embedding":
         _check_indices(call)

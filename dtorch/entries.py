@@ -14,6 +14,7 @@ from dtorch.auto_plan import moved, plan_cheapest
 from dtorch.graph import Graph, is_default_mesh
 from dtorch.issue import make_entry
 from dtorch.op_plan import NewOutput, OpPlan
+from dtorch.probe import refuse_dtypes
 from dtorch.propagate import propagate
 from dtorch.rules.call import Call, op_of
 from dtorch.spec import Spec, intern_spec
@@ -115,6 +116,7 @@ def _auto_entry(
     found = plan_cheapest(func, args, kwargs, refused)
     if any(index in found.plan.mutates for index in moves):
         raise refused
+    refuse_dtypes(Call(op_of(func), args, kwargs), found.plan)
     entry = make_entry(graph.session, found.plan, func, len(tensors))
     conversions = (moves | dict(found.conversions)).items()
     is_view = op_of(func).is_view and bool(found.conversions)
@@ -125,7 +127,10 @@ def _propagate(
     cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]
 ) -> OpPlan:
     remaining = iter(specs)
-    return propagate(func, _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining))
+    args, kwargs = _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining)
+    plan = propagate(func, args, kwargs)
+    refuse_dtypes(Call(op_of(func), args, kwargs), plan)
+    return plan
 
 
 def _moves_to_one_mesh(specs: list[Spec]) -> tuple[tuple[int, Layout], ...]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import placement_types as torch_placements
 
 import dtorch
@@ -280,4 +281,82 @@ NAMES = [
     )
 ]
 
-NEWCOMERS = [*NOT_STRIDED, *DEVICES, *MEMORY, *KEYWORDS, *DATA, *NAMES]
+#: What kernels say of dtypes, in torch's words, before anything is issued.
+KERNELS = [
+    Mistake(what, program, error, given, allowed, "write x.to(dtype)")
+    for what, program, error, given, allowed in (
+        (
+            "complex numbers clipped in place",
+            lambda: x(4, dtype=torch.complex64).relu_(),
+            NotImplementedError,
+            "relu_.default got torch.complex64",
+            "clamp is not supported for complex types",
+        ),
+        (
+            "the positive part of bools",
+            lambda: x(4, at=Shard(0), dtype=torch.bool).relu(),
+            RuntimeError,
+            "got torch.bool",
+            "Boolean inputs not supported for relu",
+        ),
+        (
+            "softmax of many integers",
+            lambda: x(400, 4, at=Shard(0), dtype=torch.int64).softmax(1),
+            NotImplementedError,
+            "got torch.int64",
+            "not implemented for 'Long'",
+        ),
+        (
+            "integers with weights of floats",
+            lambda: F.conv1d(x(1, 2, 5, dtype=torch.int64), x(3, 2, 3)),
+            RuntimeError,
+            "got torch.int64, torch.float32",
+            "expected scalar type Long but found Float",
+        ),
+        (
+            "floats as classes",
+            lambda: F.cross_entropy(x(2, 3), x(2)),
+            RuntimeError,
+            "got torch.float32, torch.float32",
+            "expected target dtype to be Long or Byte",
+        ),
+        (
+            "floats as positions",
+            lambda: x(3).index_select(0, x(2)),
+            RuntimeError,
+            "got torch.float32, torch.float32",
+            "Expected dtype int32 or int64 for index",
+        ),
+        (
+            "the order of complex numbers",
+            lambda: x(4, dtype=torch.complex64) < x(4, dtype=torch.complex64),
+            NotImplementedError,
+            "got torch.complex64, torch.complex64",
+            "not implemented for 'ComplexFloat'",
+        ),
+        (
+            "the divisors of floats",
+            lambda: torch.gcd(x(4), x(4)),
+            NotImplementedError,
+            "got torch.float32",
+            "not implemented for 'Float'",
+        ),
+        (
+            "halves factored",
+            lambda: torch.linalg.eigvalsh(x(2, 2, dtype=torch.float16)),
+            NotImplementedError,
+            "got torch.float16",
+            "not implemented for 'Half'",
+        ),
+    )
+]
+
+KERNELS.append(
+    Mistake(
+        "floats shifted",
+        lambda: x(4) << 1,
+        *(NotImplementedError, "float32", "only integers and bools have bits", "write x.to(torch.int64)"),
+    )
+)
+
+NEWCOMERS = [*NOT_STRIDED, *DEVICES, *MEMORY, *KEYWORDS, *DATA, *NAMES, *KERNELS]
