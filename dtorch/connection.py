@@ -22,6 +22,7 @@ from dtorch.graph import DEFAULT_AXIS, Graph, Handle
 from dtorch.location import describe
 from dtorch.meshes import mesh_id
 from dtorch.receiving import Receiver
+from dtorch.replay.inner_ids import InnerIds
 from dtorch.session import (
     Action,
     ControllerGone,
@@ -62,8 +63,6 @@ from dtorch_runtime.worker.blobs import name_of
 
 #: Longest sleep of the session's thread, in seconds: dropping a value wakes nobody, and an idle program may do it.
 _IDLE_WAIT_S = 1.0
-#: Values inside of captured calls have ids from here on, the others below.
-FIRST_INNER_ID = 1 << 48
 _logger = logging.getLogger(__name__)
 
 
@@ -97,7 +96,7 @@ class Session:
         self._templates: dict[bytes, int] = {}
         #: Every template by its number.
         self.templates: dict[int, TemplateRecord] = {}
-        self._num_inner = 0
+        self.new_inner_ids = InnerIds().take
         self._defined_meshes: set[int] = set()
         self._default_mesh: DeviceMesh | None = None
         #: Why the session is over: makes the error that every later use raises.
@@ -194,13 +193,6 @@ class Session:
                 self._send(DefineTemplates(templates=[numbered]))
                 self._templates[key], self.templates[number] = number, numbered
         return number
-
-    def new_inner_ids(self, count: int) -> int:
-        """The first of ``count`` ids for values inside of one call of a template with a body."""
-        with self._changed:
-            first = FIRST_INNER_ID + self._num_inner
-            self._num_inner += count
-        return first
 
     # ---- sending ----
 

@@ -362,8 +362,8 @@ def upload_boxes(
     session = graph.session
     if graph.recording is not None:
         graph.recording.refuse(
-            f"sends a tensor of shape {list(spec.shape)} of this process to the cluster: a replay would send no other one. "
-            f"Make it before, and pass it as an argument"
+            f"sends a tensor of shape {list(spec.shape)} of this process to the cluster: a replay would send no "
+            f"other one. Make it before, and pass it as an argument"
         )
     session.define_mesh(spec.layout.mesh)
     handle = Handle(graph, graph.new_value_id(), origin, location)

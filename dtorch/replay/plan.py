@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dtorch.connection import FIRST_INNER_ID
 from dtorch.graph import Graph, Handle, ViewHandle
 from dtorch.location import describe
 from dtorch.replay.arguments import Arguments
 from dtorch.replay.call import Call, Made, NotReplayable, Result, Source, check_types, make_call, make_result
 from dtorch.replay.derivative import Backward, Derivative, Replayed, Saved, make_backward, record_backward
+from dtorch.replay.inner_ids import FIRST_INNER_ID
 from dtorch.replay.recording import Recording
 from dtorch.replay.watch import TooMuch, Watch
 

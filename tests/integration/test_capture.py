@@ -1,10 +1,12 @@
-"""``dtorch.capture``: captured calls give what the same function gives without, and what cannot be replayed is not."""
+"""``dtorch.capture``: captured calls give what the same function gives without, as long as it would."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,12 @@ import torch
 import torch.nn.functional as F
 
 import dtorch
-from dtorch import CaptureError, DeviceMesh, Partial, RemoteOpError, Replicate, Shard
+from dtorch import CaptureError, DeviceMesh, Partial, Replicate, Shard
+from tests.support.captured import NUM_CALLS, numbers, replays, same, send
 from tests.support.leaks import LeakWatch
 
-MESH = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
 OTHER = DeviceMesh("cpu", [1, 2], mesh_dim_names=("tp",))
-PLACEMENTS = [[Replicate()], [Shard(0)], [Shard(1)]]
 SCALE = 2.0
-NUM_CALLS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,36 +29,6 @@ def cluster(leak_watch: LeakWatch) -> Iterator[None]:
     leak_watch.declare_baseline(before)
     yield
     dtorch.shutdown()
-
-
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def send(tensor: torch.Tensor, placements: Any = None, mesh: DeviceMesh = MESH) -> dtorch.Tensor:
-    sent = dtorch.from_torch(tensor.detach(), device_mesh=mesh, placements=placements)
-    return sent.requires_grad_(tensor.requires_grad)
-
-
-def replays(function: Any) -> int:
-    return sum(signature.num_replays for signature in function._signatures.values())
-
-
-def same(found: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert type(found) is dtorch.Tensor
-        torch.testing.assert_close(found.to_torch(), expected.detach())
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        same(list(found.values()), list(expected.values()))
-    elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected)
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            same(one, other)
-    else:
-        assert type(found) is type(expected)
-        assert found == expected
 
 
 # ---- functions of tensors ----
@@ -388,306 +358,6 @@ def test_train_and_eval_are_kept_side_by_side() -> None:
     assert replays(captured) == 6
 
 
-# ---- derivatives ----
-
-
-def mlp() -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
-    ).double()
-
-
-@pytest.mark.parametrize("placements", [[Replicate()], [Shard(0)]], ids=str)
-def test_gradients_flow_through_a_replay(placements: Any) -> None:
-    plain = mlp()
-    model = copy.deepcopy(plain).to("dtorch")
-    captured = dtorch.capture(model)
-    for call in range(NUM_CALLS):
-        x = numbers(4, 6, seed=call).requires_grad_()
-        sent = send(x, placements)
-        for module, given, run in ((plain, x, plain), (model, sent, captured)):
-            module.zero_grad()
-            hidden = given * 2  # not a leaf
-            (run(hidden).pow(2).sum() + run(hidden.exp()).sum()).backward()
-        same(sent.grad, x.grad)
-        same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-    assert replays(captured) == 2 * NUM_CALLS - 1
-
-
-def test_several_results_some_of_them_without_a_gradient() -> None:
-    def split(x: Any) -> Any:
-        y = x.exp()
-        return y, y.detach() * 2, {"again": y, "index": x.argmax(), "squared": y * y}
-
-    captured = dtorch.capture(split)
-    for call in range(3):
-        x = numbers(5, seed=call).requires_grad_()
-        sent = send(x)
-        for given, run in ((x, split), (sent, captured)):
-            first, second, rest = run(given)
-            assert not second.requires_grad
-            assert not rest["index"].requires_grad
-            assert rest["again"] is first
-            (first.sum() * second.sum() + rest["squared"].sum()).backward()
-        same(sent.grad, x.grad)
-    assert replays(captured) == 2
-
-
-def test_a_result_that_is_not_used_has_no_part_in_the_gradient() -> None:
-    @dtorch.capture
-    def two(x: Any) -> Any:
-        return x.sin(), x.cos()
-
-    for _ in range(3):
-        x = send(numbers(4)).requires_grad_()
-        two(x)[1].sum().backward()
-        same(x.grad, -numbers(4).sin())
-
-
-def test_double_backward_of_a_replay_is_refused() -> None:
-    cube = dtorch.capture(lambda x: x**3)
-    x = send(numbers(4)).requires_grad_()
-    cube(x)
-    with pytest.raises(CaptureError, match="create_graph=True"):
-        torch.autograd.grad(cube(x).sum(), x, create_graph=True)
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, capturable=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_step(name: str) -> None:
-    """The same numbers as the same step without ``capture``, bit for bit."""
-    captured_model = mlp().to("dtorch")
-    model = mlp().to("dtorch")
-    model.load_state_dict(captured_model.state_dict())
-
-    def step(module: Any, optimizer: Any, x: Any) -> Any:
-        loss = F.dropout(module(x), 0.2).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    captured = dtorch.capture(step)
-    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (captured_model, model)]
-
-    def check(call: int) -> None:
-        x = numbers(4, 6, seed=call).to("dtorch")
-        with dtorch.fork_rng():
-            torch.manual_seed(call)
-            loss = captured(captured_model, optimizers[0], x)
-        torch.manual_seed(call)
-        assert torch.equal(loss, step(model, optimizers[1], x))
-        for one, other in zip(captured_model.parameters(), model.parameters(), strict=True):
-            assert torch.equal(one, other)
-            assert torch.equal(one.grad, other.grad)
-
-    for call in range(6):
-        check(call)
-    assert replays(captured) == 4, dtorch.capture.explain(captured)
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = 0.5
-    check(6)
-    check(7)
-    assert replays(captured) == 5
-    assert "['lr'] was" in dtorch.capture.explain(captured)
-
-
-def test_gradients_that_add_up() -> None:
-    plain = mlp()
-    model = copy.deepcopy(plain).to("dtorch")
-
-    def accumulate(module: Any, x: Any) -> None:
-        module(x).sum().backward()
-
-    captured = dtorch.capture(accumulate)
-    for call in range(5):
-        accumulate(plain, numbers(4, 6, seed=call))
-        assert captured(model, numbers(4, 6, seed=call).to("dtorch")) is None
-        same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-    assert replays(captured) == 3, dtorch.capture.explain(captured)
-
-
-def test_a_captured_loss_has_no_graph_when_its_backward_pass_was_captured() -> None:
-    weight = send(numbers(4)).requires_grad_()
-
-    @dtorch.capture
-    def step(x: Any) -> Any:
-        loss = (weight * x).sum()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        weight.grad = None
-        loss = step(send(numbers(4, seed=1)))
-        same(weight.grad, numbers(4, seed=1))
-    assert not loss.requires_grad
-
-
-# ---- failures ----
-
-
-def test_an_op_that_fails_in_a_replay_names_its_line_and_the_rest_goes_on() -> None:
-    @dtorch.capture
-    def pick(table: Any, index: Any) -> Any:
-        wrong = table.index_select(0, index)  # this line
-        return wrong * 2, table + 1
-
-    table = send(numbers(3, 2))
-    pick(table, send(torch.tensor([0])))
-    found, other = pick(table, send(torch.tensor([7])))
-    with pytest.raises(RemoteOpError, match="index_select") as error:
-        found.to_torch()
-    assert "# this line" in error.value.location
-    same(other, numbers(3, 2) + 1)
-    same(pick(table, send(torch.tensor([1])))[0], numbers(3, 2)[[1]] * 2)
-
-
-def test_a_function_that_raises_is_not_recorded() -> None:
-    @dtorch.capture
-    def broken(x: Any, *, fail: bool) -> Any:
-        y = x + 1
-        if fail:
-            raise KeyError("mine")
-        return y
-
-    x = send(numbers(3))
-    for _ in range(2):
-        with pytest.raises(KeyError, match="mine"):
-            broken(x, fail=True)
-    same(broken(x, fail=False), numbers(3) + 1)
-    same(broken(x, fail=False), numbers(3) + 1)
-    assert replays(broken) == 1
-
-
-class Cache:
-    kept: Any = None
-
-
-def reads_a_value(x: Any) -> Any:
-    return x * x.sum().item()
-
-
-def prints(x: Any) -> Any:
-    print(x)
-    return x
-
-
-def depends_on_data(x: Any) -> Any:
-    return x[x > 0]
-
-
-def sends_a_tensor(x: Any) -> Any:
-    return x + torch.ones(4, dtype=torch.float64).to("dtorch")
-
-
-def keeps_a_tensor(x: Any) -> Any:
-    Cache.kept = x * 2
-    return x
-
-
-def keeps_in_a_list(x: Any, kept: list[Any] = []) -> Any:  # noqa: B006  as people write it
-    kept.append(x + 1)
-    return x
-
-
-def counts(x: Any, state: Any = {"calls": 0}) -> Any:  # noqa: B006
-    state["calls"] += 1
-    return x * state["calls"]
-
-
-STEP = torch.zeros(())
-
-
-def writes_to_a_plain_tensor(x: Any) -> Any:
-    STEP.add_(1)
-    return x * float(STEP)
-
-
-def returns_an_object(x: Any) -> Any:
-    return Cache()
-
-
-def hidden() -> Any:
-    return _HIDDEN.pop()
-
-
-_HIDDEN: list[Any] = []
-
-
-def three_times(function: Callable[..., Any], x: Any) -> None:
-    for _ in range(3):
-        function(x)
-
-
-REFUSED = [
-    (reads_a_value, "reads the value of a tensor"),
-    (prints, "reads the value of a tensor"),
-    (depends_on_data, "reads the shape of a tensor"),
-    (sends_a_tensor, r"sends a tensor of shape \[4\]"),
-    (keeps_a_tensor, "changes what the next call sees: .*Cache"),
-    (keeps_in_a_list, r"changes what the next call sees: .*__defaults__.* [0-9] items"),
-    (counts, r"changes what the next call sees: .*'calls'\] was [0-9] and is [0-9]"),
-    (writes_to_a_plain_tensor, "a tensor of this process, was written to"),
-    (returns_an_object, "returns a Cache"),
-]
-
-
-@pytest.mark.parametrize(("function", "message"), REFUSED)
-def test_what_cannot_be_replayed_is_refused_with_the_reason(
-    function: Callable[..., Any], message: str
-) -> None:
-    x = send(numbers(4))
-    captured = dtorch.capture(function)
-    with pytest.raises(CaptureError, match=message) as error:
-        three_times(captured, x)
-    assert "fallback=True" in str(error.value)
-    with_fallback = dtorch.capture(fallback=True)(function)
-    for _ in range(5):
-        with_fallback(x)
-    assert replays(with_fallback) == 0
-    assert "not recorded: it " in with_fallback.explain()
-    Cache.kept = None
-
-
-def test_the_refusal_names_the_line() -> None:
-    captured = dtorch.capture(reads_a_value)
-    with pytest.raises(
-        CaptureError, match=r"test_capture.py:[0-9]+ in reads_a_value: return x \* x.sum\(\).item\(\)"
-    ):
-        captured(send(numbers(4)))
-    same(send(numbers(4)) + 1, numbers(4) + 1)
-
-
-def test_a_tensor_that_cannot_be_watched_is_refused() -> None:
-    class Odd:
-        __slots__ = ("tensor",)
-
-    odd = Odd()
-    odd.tensor = send(numbers(4))
-    captured = dtorch.capture(lambda x: x + odd.tensor)
-    with pytest.raises(CaptureError, match=r"cannot be watched, in aten::add.*Pass it as an argument"):
-        captured(send(numbers(4)))
-
-
-def test_wrong_uses_say_what_to_write() -> None:
-    async def waits() -> None: ...
-
-    with pytest.raises(dtorch.UnsupportedError, match="between two awaits"):
-        dtorch.capture(waits)
-    with pytest.raises(CaptureError, match="above a def"):
-        dtorch.capture(3)  # type: ignore[call-overload]
-    with pytest.raises(CaptureError, match="is not captured"):
-        dtorch.capture.explain(numbers)
-    with pytest.raises(CaptureError, match=r"t.to\('dtorch'\)"):
-        dtorch.capture(torch.relu)(numbers(3))
-    assert "not called yet" in dtorch.capture.explain(dtorch.capture(numbers))
-
-
 def test_recordings_hold_no_values() -> None:
     graph = dtorch.Graph.default_graph()
     captured = dtorch.capture(lambda x: (x.exp() + 1).sum())
@@ -714,3 +384,14 @@ def test_several_graphs_record_for_themselves() -> None:
             for _ in range(2):
                 same(captured(send(numbers(4))), numbers(4) * 3 + 1)
     assert replays(captured) == 2
+
+
+def test_the_programs_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "capture.md").read_text()
+    names: dict[str, Any] = {}
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
+        exec(compile(block, f"docs/capture.md, program {number}", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "2 replays" in printed
+    assert printed.endswith("True\n")
+    assert replays(names["step"]) == 2

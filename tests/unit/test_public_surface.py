@@ -17,10 +17,10 @@ PUBLIC = """
     empty zeros ones full rand randn randint randperm arange linspace eye tensor from_torch
     empty_like zeros_like ones_like full_like rand_like randn_like
     manual_seed get_rng_state set_rng_state fork_rng Generator Tensor TensorFuture Graph parallelize Settings
-    call_async
+    call_async capture
     auto_redistribute explain_redistributions
     DTorchError
-    UserError PlacementError MeshError MixedTensorError UnsupportedError SettingError ForkError
+    UserError PlacementError MeshError MixedTensorError UnsupportedError CaptureError SettingError ForkError
     RemoteOpError
     InfrastructureError NodeLost ControllerLost ClusterTimeout TransportError HandshakeError SecurityError
     SessionClosed InternalError
