@@ -9,6 +9,8 @@ import signal
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,19 +146,28 @@ def end_stray_processes(run: str) -> list[str]:
 
 
 def _children() -> list[psutil.Process]:
+    """All descendants. Asked of each process for itself: psutil reads every process of the machine instead."""
     found = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            pids = (task / "children").read_text().split()
-        except FileNotFoundError:
-            continue  # the thread ended while we looked
-        for pid in pids:
-            try:
-                child = psutil.Process(int(pid))
-                found += [child, *child.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                continue
+    for pid in _descendants(os.getpid()):
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
     return [p for p in found if _is_running(p)]
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return  # it has ended
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                children = file.read().split()
+        except OSError:
+            continue  # the thread ended while we looked
+        for child in map(int, children):
+            yield child
+            yield from _descendants(child)
 
 
 def _is_running(process: psutil.Process) -> bool:
