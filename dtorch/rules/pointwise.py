@@ -97,6 +97,12 @@ def _adds_terms(call: Call) -> bool:
     return _no_number(call) and any(spec.dtype is not torch.bool for spec in call.inputs)
 
 
+def _copies_terms(call: Call) -> bool:
+    """The terms of the source take the place of those of the target; a cast term may be no term of the cast sum."""
+    target, source = call.inputs
+    return target.dtype is source.dtype
+
+
 def _true_division(call: Call) -> bool:
     return not call.has("rounding_mode") or call.get("rounding_mode") is None
 
@@ -123,7 +129,7 @@ rule(
     slices="*",
     shape=lambda call: _masked_fill_shape(call),
 )
-pointwise("copy_", converts="b", result="first")
+pointwise("copy_", moves="a+b", linear_if=_copies_terms, converts="b", result="first")
 
 # Not linear: one tensor
 pointwise("abs", result="real")

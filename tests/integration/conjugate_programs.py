@@ -7,6 +7,7 @@ program of each look at a tensor: what it is, whose memory it is, and its gradie
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -278,6 +279,11 @@ ASKED: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda x: [_pickled(t) for t in (x.conj(), x.conj().imag, x.mH, x)],
     "copy": lambda x: [bits(copy.copy(t)) for t in (x.conj(), x.conj().imag)],
     "lift_fresh": lambda x: bits(torch.ops.aten.lift_fresh(x.conj())),
+    "torch.save": lambda x: [_saved(t) for t in (x.conj(), x.conj().imag)],
+    "the same storage": lambda x: [
+        x.untyped_storage()._cdata == t.untyped_storage()._cdata
+        for t in (x.conj(), x.conj().imag, x.conj().resolve_conj(), x.conj().clone())
+    ],
     "deepcopy": lambda x: [bits(copy.deepcopy(t)) for t in (x.conj(), x.conj().imag, x.imag)],
     "deepcopy of both": lambda x: [bits(t) for t in _of_both(copy.deepcopy([x, x.conj(), x.real]))],
     "deepcopy of both, conj first": lambda x: [bits(t) for t in copy.deepcopy([x.conj(), x, x.imag])],
@@ -318,6 +324,14 @@ def _pickled(tensor: Any) -> Any:
     return [loaded.is_conj(), loaded.is_neg(), loaded.clone(memory_format=torch.contiguous_format)]
 
 
+def _saved(tensor: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    return [loaded.is_conj(), loaded.is_neg(), loaded.clone(memory_format=torch.contiguous_format)]
+
+
 def _of_both(copies: Any) -> Any:
     copies[0].add_(1j)
     return copies
@@ -339,3 +353,27 @@ def a_hook_sees_a_gradient(send: Send) -> Any:
     y.register_hook(lambda grad: seen.append(grad.clone()))
     (y.imag * 3 + y.real).sum().backward()
     return [*seen, x.grad]
+
+
+def _trained(send: Send, make_optimizer: Callable[[list[Any]], torch.optim.Optimizer]) -> Any:
+    parameters = [send(X, True), send(Y, True)]
+    optimizer = make_optimizer(parameters)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = (parameters[0] * parameters[1]).abs().square().sum() / 1e3
+        loss.backward()
+        optimizer.step()
+    return [bits(p.detach()) for p in parameters]
+
+
+for _name, _make in {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=0.1, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=0.1, foreach=False),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=0.1),
+}.items():
+
+    def _of_optimizer(send: Send, make: Any = _make) -> Any:
+        return _trained(send, make)
+
+    _named(f"trained by {_name}", _of_optimizer)

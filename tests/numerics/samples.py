@@ -87,7 +87,7 @@ POINTWISE = [
     call(aten.masked_fill.Scalar, real(3, 4), mask(4), 0.0),
     call(aten.masked_fill.Scalar, real(3, 4), mask(3, 4), -1.0, name="masked_fill with -1"),
     call(aten.masked_fill_.Scalar, real(3, 4), mask(3, 1), 2.0),
-    call(aten.copy_.default, real(4, 5), real(5), moves_bytes=True),
+    call(aten.copy_.default, real(4, 5), real(1, 5), moves_bytes=True),
     call(aten.clone.default, real(4, 5)),
     call(aten._to_copy.default, real(4, 5), dtype=torch.float32),
     call(aten._to_copy.default, real(4, 5), dtype=torch.int64, name="_to_copy to integers"),
