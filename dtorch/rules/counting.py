@@ -42,14 +42,23 @@ def _histogram_shape(call: Call) -> Metas:
     return _counts(call, num_bins), _counts(call, num_bins + 1)
 
 
-rule(
-    "histogram.bins_tensor histogram.bin_ct",
-    _histogram,
-    whole=lambda call: _whole_where_data_decides(call) + "Z",
-    reduce="sum",
-    unaffected=(1,),
-    shape=_histogram_shape,
-)
+def _is_count(call: Call) -> bool:
+    """Whether weights add up: densities are divided by their total."""
+    return not call.get("density")
+
+
+for _overload, _weight in (("histogram.bins_tensor", "c"), ("histogram.bin_ct", "b")):
+    rule(
+        _overload,
+        _histogram,
+        linear=_weight,
+        spreads=_weight,
+        linear_if=_is_count,
+        whole=lambda call: _whole_where_data_decides(call) + "Z",
+        reduce="sum",
+        unaffected=(1,),
+        shape=_histogram_shape,
+    )
 
 
 def _histc_whole(call: Call) -> str:
@@ -91,13 +100,17 @@ def _histogramdd_edges_shape(call: Call) -> Metas:
     return (tuple(_counts(call, num_bins + 1) for num_bins in call.get("bins")),)
 
 
-rule(
-    "_histogramdd_from_bin_cts.default _histogramdd_from_bin_tensors.default",
-    _histogramdd,
-    whole=_histogramdd_whole,
-    reduce="sum",
-    shape=_histogramdd_shape,
-)
+for _overload, _weight in (("_histogramdd_from_bin_tensors", "c"), ("_histogramdd_from_bin_cts", "b")):
+    rule(
+        f"{_overload}.default",
+        _histogramdd,
+        linear=_weight,
+        spreads=_weight,
+        linear_if=_is_count,
+        whole=_histogramdd_whole,
+        reduce="sum",
+        shape=_histogramdd_shape,
+    )
 
 
 def _histogramdd_edges(call: Call) -> str:
@@ -105,9 +118,12 @@ def _histogramdd_edges(call: Call) -> str:
     return f"{_every_dim(call)}{weight}->Z"
 
 
+# Weights have no say in where the edges are.
 rule(
     "_histogramdd_bin_edges",
     _histogramdd_edges,
+    linear="b",
+    spreads="b",
     whole=_histogramdd_whole,
     unaffected=(0,),
     shape=_histogramdd_edges_shape,

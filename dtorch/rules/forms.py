@@ -1,15 +1,21 @@
-"""Trilinear forms, and sums over bags of rows."""
+"""Trilinear forms, and reductions of segments and bags of rows."""
 
 from __future__ import annotations
 
 import torch
 
+from dtorch.meshes import layout_record
+from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import rule
 from dtorch.rules.empty import or_zeros
+from dtorch.rules.equation import Matched
+from dtorch.rules.reduce import other_op
 from dtorch.rules.view import letters
 from dtorch.shapes import Metas, TensorMeta
 from dtorch.spec import contiguous_stride
+from dtorch_runtime.ir.placement import ReduceOp
+from dtorch_runtime.wire.records import LocalStart
 
 # ------------------------------------------------------------------------------------------------- bilinear
 
@@ -25,6 +31,70 @@ def _trilinear(call: Call) -> str:
 
 
 rule("_trilinear", _trilinear, linear="a*b*c", slices="*", specialize=or_zeros)
+
+
+# ------------------------------------------------------------------------------------------------- segments
+
+_SEGMENTS: dict[str, ReduceOp] = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod"}
+
+
+def _segment_letters(call: Call) -> tuple[str, str, str]:
+    """Letters of the data, of where its segments are (which end in a letter of their own), and of the result."""
+    names, axis = letters(len(call.spec("data").shape)), call.get("axis")
+    where = "Z" if call.operands["lengths"] is not None else "Y"
+    return names, f"{names[:axis]}{where}", f"{names[:axis]}Z{names[axis + 1 :]}"
+
+
+def _segments(call: Call) -> str:
+    data, where, result = _segment_letters(call)
+    lengths = where if call.operands["lengths"] is not None else "1"
+    return f"{data},{lengths},1,{where}->{result}"
+
+
+def _whole_segments(call: Call) -> str:
+    """Without rows no device is the first one, which alone starts from ``initial``."""
+    axis = call.get("axis")
+    return "YZ" if call.spec("data").shape[axis] else f"YZ{_segment_letters(call)[0][axis]}"
+
+
+def _segments_of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    """Each device reduces its rows of every segment, and the results of devices are reduced."""
+    axis = call.get("axis")
+    if _segment_letters(call)[0][axis] not in matched.letters:
+        return None
+    data = call.spec("data")
+    start = LocalStart(list(data.shape), layout_record(matched.inputs[0]), axis)
+    has_lengths = call.operands["lengths"] is not None
+    where = call.spec("lengths" if has_lengths else "offsets")
+    covered = None if call.get("unsafe") else data.shape[axis]
+    args = [data, where, call.get("reduce"), has_lengths, axis, start, covered, call.get("initial")]
+    return other_op(call, matched, metas, "dtorch::segment_reduce_shard", args)
+
+
+rule(
+    "segment_reduce",
+    _segments,
+    whole=_whole_segments,
+    reduce=lambda call: _SEGMENTS[call.get("reduce")],
+    specialize=_segments_of_piece,
+    nonempty=True,
+)
+
+
+def _segments_backward(call: Call) -> str:
+    data, where, result = _segment_letters(call)
+    lengths = where if call.operands["lengths"] is not None else "1"
+    return f"{result},{result},{data},{lengths},{where}->{data}"
+
+
+rule(
+    "_segment_reduce_backward",
+    _segments_backward,
+    linear="a",
+    whole=lambda call: f"YZ{_segment_letters(call)[0][call.get('axis')]}",
+    slices="*",
+    nonempty=True,
+)
 
 
 # ------------------------------------------------------------------------------------------------- bags

@@ -240,7 +240,7 @@ def _repeated_dims(call: Call) -> str:
     return new + "".join(name for name, times in zip(names, repeats[missing:]) if times != 1)
 
 
-rule("repeat", _repeat, moves="a", whole=_repeated_dims)
+rule("repeat", _repeat, moves="a", spreads="a", whole=_repeated_dims)
 
 
 def _padded_dims(call: Call) -> str:

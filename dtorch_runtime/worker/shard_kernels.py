@@ -5,6 +5,7 @@ Importing this module registers them. Shapes are local unless a name says whole.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -81,6 +82,50 @@ def nonzero_shard(x: torch.Tensor, starts: torch.Tensor, first: int, num_places:
     found[:, 0] += first
     result[places] = found
     return result
+
+
+@kernel("segment_reduce_shard")
+def segment_reduce_shard(
+    data: torch.Tensor,
+    where: torch.Tensor,
+    reduce: str,
+    has_lengths: bool,
+    axis: int,
+    start: int,
+    num_rows: int | None,
+    initial: float | None,
+) -> torch.Tensor:
+    """A device's rows of every segment, reduced. Those of all devices are reduced in turn; means are added.
+
+    Args:
+        data: [..., local rows, ...], the rows in dim ``axis``.
+        where: whole: [..., segments] lengths, or [..., segments + 1] offsets into the whole rows.
+        start: the first local row in the whole; a sum or product begins with ``initial`` on the first device only.
+        num_rows: of the whole, which the segments must cover; None where the caller vouches for them.
+
+    Returns:
+        [..., segments, ...].
+
+    Raises:
+        RuntimeError: the segments do not cover the rows.
+    """
+    offsets = torch.nn.functional.pad(where.cumsum(-1), (1, 0)) if has_lengths else where
+    if num_rows is not None and not bool((offsets[..., -1] == num_rows).all()):
+        raise RuntimeError(
+            f"segment_reduce takes segments of all {num_rows} rows, they end at {offsets[..., -1]}"
+        )
+    local = (offsets - start).clamp(0, data.shape[axis])
+    is_mean = reduce == "mean"
+    if start and reduce in ("sum", "mean", "prod"):
+        initial = None
+    kind = "sum" if is_mean else reduce
+    result = torch.segment_reduce(data, kind, offsets=local, axis=axis, unsafe=True, initial=initial)
+    if not is_mean:
+        return result
+    in_segment = offsets.diff().view(*offsets.shape[:-1], -1, *[1] * (data.ndim - 1 - axis))
+    if initial is None and not start:
+        result = result.masked_fill(in_segment == 0, math.nan)
+    return result / in_segment.clamp(min=1)
 
 
 @kernel("masked_scatter_shard")

@@ -84,6 +84,17 @@ HISTOGRAMS = [
         name="between the extremes",
     ),
     call(aten._histogramdd_from_bin_tensors.default, real(5, 2), [_edges, _edges[:3].clone()]),
+    call(aten.histogram.bin_ct, real(4, 5), 3, weight=real(4, 5), name="weights between the extremes"),
+    call(
+        aten._histogramdd_from_bin_tensors.default,
+        real(5, 2),
+        [_edges, _edges[:3].clone()],
+        weight=real(5),
+        name="many dims with weights",
+    ),
+    call(
+        aten._histogramdd_bin_edges.default, real(5, 2), [3, 2], weight=real(5), name="edges beside weights"
+    ),
 ]
 LOOK_UPS = [
     call(aten.searchsorted.Tensor, real(4, 5).sort()[0], real(4, 3)),
@@ -130,4 +141,40 @@ REDUCTIONS = [
     call(aten.addr.default, real(4, 5), real(4), real(5)),
     call(aten.addr.default, real(5), real(4), real(5), beta=0.5, name="addr to rows"),
 ]
-STATISTICS = [*DIAGONALS, *BLOCKS, *HISTOGRAMS, *LOOK_UPS, *COMPLEX, *REDUCTIONS]
+_LENGTHS = torch.tensor([1, 0, 4, 2])
+SEGMENTS = [
+    *(
+        call(
+            aten.segment_reduce.default,
+            real(7, 3),
+            reduce,
+            lengths=_LENGTHS,
+            initial=initial,
+            name=f"{reduce} of segments from {initial}",
+        )
+        for reduce in ("sum", "mean", "max", "min", "prod")
+        for initial in (None, 0.5)
+    ),
+    call(aten.segment_reduce.default, real(7, 3), "mean", offsets=torch.tensor([0, 3, 3, 7])),
+    call(
+        aten.segment_reduce.default,
+        real(4, 7, 2),
+        "mean",
+        lengths=_LENGTHS.expand(4, 4).clone(),
+        axis=1,
+        name="segments of rows",
+    ),
+    *(
+        call(
+            aten._segment_reduce_backward.default,
+            real(4, 3),
+            torch.segment_reduce(data, reduce, lengths=_LENGTHS),
+            data,
+            reduce,
+            lengths=_LENGTHS,
+            name=f"derivative of the {reduce} of segments",
+        )
+        for reduce, data in (("sum", real(7, 3)), ("mean", real(7, 3)), ("max", real(7, 3)))
+    ),
+]
+STATISTICS = [*DIAGONALS, *BLOCKS, *HISTOGRAMS, *LOOK_UPS, *COMPLEX, *REDUCTIONS, *SEGMENTS]

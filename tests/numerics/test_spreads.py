@@ -28,6 +28,9 @@ SPREAD = [
     (call(aten.linalg_solve_triangular.default, matrices().triu(), real(3, 2), upper=True), 1, (0,)),
     (call(aten.triangular_solve.default, real(3, 2), matrices().triu()), 0, (0,)),
     (call(aten.cholesky_solve.default, real(3, 2), matrices().tril()), 0, (0,)),
+    (call(aten.repeat.default, real(4, 5), [2, 3, 1]), 0, (0,)),
+    (call(aten.histogram.bin_ct, real(4, 5), 3, weight=real(4, 5)), 1, (0, 1)),
+    (call(aten._histogramdd_from_bin_cts.default, real(5, 2), [3, 2], weight=real(5)), 1, (0,)),
     (call(aten.linalg_lstsq.default, columns(4, 2), whole_numbers(9, 4, 2, 3).double()), 1, (1,)),
 ]
 
