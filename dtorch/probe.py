@@ -77,7 +77,7 @@ def refuse_dtypes(call: Call, plan: OpPlan) -> None:
 def _can_ask(call: Call, plan: OpPlan) -> bool:
     op = call.op
     return (
-        plan.op == op.name
+        plan.op is not None
         and call.mesh is not None
         and call.mesh.device_type == "cpu"
         and not (op.is_view or op.is_random or plan.num_seeds)

@@ -161,7 +161,7 @@ class Tensor(torch.Tensor):
         device_mesh: DeviceMesh | None = None,
         default: Literal["keep", "replicate", "error"] = "keep",
     ) -> Tensor:
-        """``redistribute`` with placements by axis name, e.g. ``{"tp": Shard(0)}``. Differentiable.
+        """``redistribute`` with placements by axis name, e.g. ``{"tp": Shard(0)}`` (or number). Differentiable.
 
         Args:
             default: for axes that are not named: ``"keep"`` the placement, ``"replicate"``, or raise an error.

@@ -321,6 +321,13 @@ KERNELS = [
             "expected target dtype to be Long or Byte",
         ),
         (
+            "floats as classes, in pieces",
+            lambda: F.cross_entropy(x(2, 3, at=Shard(0)), x(2, at=Shard(0))),
+            RuntimeError,
+            "got torch.float32, torch.float32",
+            "expected target dtype to be Long or Byte",
+        ),
+        (
             "floats as positions",
             lambda: x(3).index_select(0, x(2)),
             RuntimeError,

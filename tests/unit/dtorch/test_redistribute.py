@@ -52,10 +52,12 @@ def test_between_meshes_both_take_part(controller: Controller, x: dtorch.Tensor)
         ({"tp": Shard(1)}, "replicate", (Replicate(), Shard(1))),
         ({"dp": Partial(), "tp": Shard(0)}, "error", (Partial(), Shard(0))),
         ({}, "keep", (Shard(0), Replicate())),
+        ({1: Shard(1)}, "keep", (Shard(0), Shard(1))),
+        ({-2: Partial(), "tp": Shard(0)}, "error", (Partial(), Shard(0))),
     ],
     ids=str,
 )
-def test_by_axis_name(x: dtorch.Tensor, named: dict[str, Placement], default: Any, expected: Any) -> None:
+def test_by_axis_name(x: dtorch.Tensor, named: Any, default: Any, expected: Any) -> None:
     assert x.redistribute_by_dict(named, default=default).placements == expected
 
 
