@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dtorch
-from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
+from dtorch_runtime.ir.placement import Partial, Replicate, Shard
 from dtorch_runtime.wire.records import TransferArg
 from tests.support.client import Controller
 
