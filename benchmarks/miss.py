@@ -25,6 +25,7 @@ from dtorch.auto_plan import plan_cheapest
 from dtorch.propagate import propagate
 from dtorch.rules import dim_groups, equation
 from dtorch.rules.call import op_of
+from dtorch.rules.explain import is_trial
 from dtorch.spec import intern_spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir import transfer_cost
@@ -44,7 +45,6 @@ _FORGETFUL = (
     equation.nested_cuts,
     dim_groups.dim_groups,
     auto_plan.moved_bytes,
-    auto_plan._transfer_bytes,
     transfer_cost.transfer_bytes,
     transfer_cost._boxes_by_device,
 )
@@ -115,10 +115,13 @@ def _accepts(sample: Sample, mesh: DeviceMesh, combination: _Combination) -> boo
 
 
 def _plan_converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    token = is_trial.set(True)
     try:
         propagate(func, args, kwargs)
     except PlacementError as refused:
         plan_cheapest(func, args, kwargs, refused)
+    finally:
+        is_trial.reset(token)
 
 
 _SETS: dict[str, tuple[_Plan, Callable[[Sample, DeviceMesh], Iterator[_Combination]]]] = {

@@ -7,6 +7,7 @@ the last resort is every input whole on every device. A candidate counts when th
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +22,7 @@ from dtorch.propagate import propagate
 from dtorch.rules.call import Call, op_of
 from dtorch.rules.dsl import EquationRule, same_pieces
 from dtorch.rules.equation import Equation, Mismatch, Signature, layout_of, match, signatures
-from dtorch.rules.explain import input_names
+from dtorch.rules.explain import input_names, is_trial
 from dtorch.rules.foreach import ForeachRule
 from dtorch.rules.tables import find_rule
 from dtorch.rules.whole import replicated
@@ -122,13 +123,15 @@ def repeated_dims(spec: Spec) -> set[int]:
 
 
 def _moves(call: Call, found: AutoPlan) -> tuple[Moved, ...]:
-    inputs = _converted(call, found.conversions)
-    changed = call.with_inputs(inputs)
+    there = moved(call, call.inputs, found.conversions)
+    if not found.plan.conversions and not found.written_back:
+        return there
+    changed = _converted(call, found.conversions)
     back = [(index, call.inputs[index].layout) for index in found.written_back]
     return (
-        *moved(call, call.inputs, found.conversions),
-        *moved(call, changed.inputs, found.plan.conversions),
-        *moved(call, changed.inputs, back, " (back)"),
+        *there,
+        *moved(call, changed, found.plan.conversions),
+        *moved(call, changed, back, " (back)"),
     )
 
 
@@ -136,12 +139,13 @@ def moved(
     call: Call, given: Sequence[Spec], conversions: Iterable[tuple[int, Layout]], suffix: str = ""
 ) -> tuple[Moved, ...]:
     """Which conversions of the tensors given to a call move bytes between devices, and how many in all."""
-    names = input_names(call)
     found = []
+    names: list[str] = []
     for index, layout in conversions:
         spec = given[index]
         num_bytes = moved_bytes(spec, layout)
         if num_bytes:
+            names = names or input_names(call)
             source, target = spec.layout.placements, layout.placements
             found.append(Moved(call.op.name, names[index] + suffix, source, target, num_bytes))
     return tuple(found)
@@ -168,16 +172,13 @@ def _converted(call: Call, conversions: Sequence[tuple[int, Layout]]) -> list[Sp
     return inputs
 
 
-_transfer_bytes = lru_cache(maxsize=65536)(transfer_bytes)
-
-
 def _cost(spec: Spec, layout: Layout, *, and_back: bool = False) -> int:
     """What a conversion costs; that of a tensor that is written to counts twice."""
     if spec.layout == layout:
         return 0
-    cost = _transfer_bytes(spec.shape, spec.dtype.itemsize, spec.layout, layout)
+    cost = transfer_bytes(spec.shape, spec.dtype.itemsize, spec.layout, layout)
     if and_back:
-        cost += _transfer_bytes(spec.shape, spec.dtype.itemsize, layout, spec.layout)
+        cost += transfer_bytes(spec.shape, spec.dtype.itemsize, layout, spec.layout)
     return cost
 
 
@@ -198,10 +199,13 @@ def _planned(call: Call, layouts: Layouts) -> AutoPlan | None:
         if layout != spec.layout
     ]
     changed = call.with_inputs(_converted(call, conversions))
+    token = is_trial.set(True)
     try:
         plan = propagate(call.op.func, changed.args, changed.kwargs)
     except PlacementError:
         return None
+    finally:
+        is_trial.reset(token)
     if call.op.is_view and plan.conversions:
         return None  # the result must be a view of the one copy that is kept equal to the tensor
     back = tuple(index for index, _ in conversions if index in call.written)
@@ -261,24 +265,54 @@ _Choice: TypeAlias = "tuple[tuple[Placement | None, ...], tuple[Placement, ...]]
 
 def _ranked(call: Call, indices: Sequence[int], equation: Equation) -> list[Layouts]:
     """Layouts for the inputs of an equation, the fewest bytes first, then those with sharded results."""
-    assert call.mesh is not None
     inputs = [call.inputs[i] for i in indices]
-    written = [indices.index(i) for i in call.written if i in indices]
-    per_axis = [_choices(equation, inputs, axis, written) for axis in range(call.mesh.ndim)]
-    limit = max(2, int(MAX_RANKED ** (1 / len(per_axis))))
-    best_per_axis = [
-        sorted(choices, key=lambda c: _one_axis_cost(inputs, axis, c, written))[:limit]
-        for axis, choices in enumerate(per_axis)
+    written = tuple([indices.index(i) for i in call.written if i in indices])
+    given = tuple([spec.layout for spec in inputs])
+    per_axis = _choices_per_axis(equation, given, written)
+    if math.prod(map(len, per_axis)) <= MAX_RANKED:
+        options = _options(given, written, per_axis)
+    else:
+        limit = max(2, int(MAX_RANKED ** (1 / len(per_axis))))
+        options = _options(
+            given,
+            written,
+            tuple(
+                tuple(sorted(choices, key=lambda c: _one_axis_cost(inputs, axis, c, written))[:limit])
+                for axis, choices in enumerate(per_axis)
+            ),
+        )
+    costs = [_cost(inputs[index], layout, and_back=index in written) for index, layout in options.moves]
+    ranked = [
+        ((sum([costs[number] for number in numbers]), tie), layouts)
+        for layouts, numbers, tie in options.candidates
     ]
-    ranked = []
-    for position, combination in enumerate(itertools.product(*best_per_axis)):
-        layouts = tuple(_layout(spec, i, combination) for i, spec in enumerate(inputs))
-        cost = _total_cost(inputs, layouts, written)
-        outputs = [placement for _, outs in combination for placement in outs]
-        changed = [layout is not spec.layout for layout, spec in zip(layouts, inputs, strict=True)]
-        num_targets = sum(changed[target] for target in written)
-        ranked.append(((cost, num_targets, *_unsharded(outputs), sum(changed), position), layouts))
     return [layouts for _, layouts in sorted(ranked, key=lambda item: item[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What may be done about inputs of given placements, whatever their sizes."""
+
+    #: (input, layout that it may be brought to)
+    moves: tuple[tuple[int, Layout], ...]
+    #: Layouts of all inputs, the moves that they need, and what decides between candidates that cost the same.
+    candidates: tuple[tuple[Layouts, tuple[int, ...], tuple[int, ...]], ...]
+
+
+@lru_cache(maxsize=4096)
+def _options(given: Layouts, written: tuple[int, ...], per_axis: tuple[tuple[_Choice, ...], ...]) -> _Options:
+    moves: dict[tuple[int, Layout], int] = {}
+    candidates = []
+    for position, combination in enumerate(itertools.product(*per_axis)):
+        layouts = tuple([_layout(layout, i, combination) for i, layout in enumerate(given)])
+        changed = [
+            i for i, (layout, have) in enumerate(zip(layouts, given, strict=True)) if layout is not have
+        ]
+        numbers = tuple([moves.setdefault((i, layouts[i]), len(moves)) for i in changed])
+        outputs = [placement for _, outs in combination for placement in outs]
+        num_targets = sum(target in changed for target in written)
+        candidates.append((layouts, numbers, (num_targets, *_unsharded(outputs), len(changed), position)))
+    return _Options(tuple(moves), tuple(candidates))
 
 
 def _unsharded(outputs: Sequence[Placement]) -> tuple[int, int]:
@@ -286,10 +320,17 @@ def _unsharded(outputs: Sequence[Placement]) -> tuple[int, int]:
     return sum(isinstance(p, Partial) for p in outputs), sum(isinstance(p, Replicate) for p in outputs)
 
 
-def _choices(equation: Equation, inputs: Sequence[Spec], axis: int, written: Sequence[int]) -> list[_Choice]:
+@lru_cache(maxsize=4096)
+def _choices_per_axis(
+    equation: Equation, given: Layouts, written: tuple[int, ...]
+) -> tuple[tuple[_Choice, ...], ...]:
+    have = zip(*(layout.placements for layout in given), strict=True)
+    return tuple(tuple(_choices(equation, placements, written)) for placements in have)
+
+
+def _choices(equation: Equation, have: Sequence[Placement], written: Sequence[int]) -> list[_Choice]:
     """The signatures along one axis, with each unit that the inputs have there."""
     found: dict[_Choice, None] = {}
-    have = [spec.layout.placements[axis] for spec in inputs]
     for signature in signatures(equation):
         if not _is_reasonable(equation, signature, have):
             continue
@@ -336,14 +377,14 @@ def _kept(have: Placement, want: Placement) -> Placement | None:
     return None if have == want else want
 
 
-def _layout(spec: Spec, index: int, combination: Sequence[_Choice]) -> Layout:
+def _layout(given: Layout, index: int, combination: Sequence[_Choice]) -> Layout:
     placements = tuple(
-        have if inputs[index] is None else inputs[index]
-        for have, (inputs, _) in zip(spec.layout.placements, combination, strict=True)
+        [
+            have if inputs[index] is None else inputs[index]
+            for have, (inputs, _) in zip(given.placements, combination, strict=True)
+        ]
     )
-    if placements == spec.layout.placements:
-        return spec.layout
-    return layout_of(spec.layout.mesh, placements)
+    return given if placements == given.placements else layout_of(given.mesh, placements)
 
 
 def _one_axis_cost(

@@ -17,6 +17,7 @@ from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.probe import refuse_dtypes
 from dtorch.propagate import propagate
 from dtorch.rules.call import Call, op_of
+from dtorch.rules.explain import is_trial
 from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
@@ -44,16 +45,24 @@ def entry_of(
 ) -> Any:
     """The entry of a call that has none: planned strictly, or else, when ``converts``, on converted inputs."""
     refused: PlacementError | None = None
+    token = is_trial.set(converts)
     try:
         plan = _plan(cls, func, args, kwargs, tensors)
     except PlacementError as error:
         if not converts:
             raise
         refused = error
+    finally:
+        is_trial.reset(token)
     if len(graph.entries) >= _MAX_ENTRIES:
         graph.entries.clear()
     if refused is not None:
-        entry: Any = _auto_entry(cls, func, args, kwargs, tensors, graph, refused)
+        try:
+            entry: Any = _auto_entry(cls, func, args, kwargs, tensors, graph, refused)
+        except PlacementError as error:
+            if error is refused:
+                _plan(cls, func, args, kwargs, tensors)  # raises the same with its whole text
+            raise
         graph.entries["auto", key, torch.get_default_dtype()] = entry
     else:
         dependence = _dtype_dependence(plan, tensors)

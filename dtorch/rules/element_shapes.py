@@ -118,6 +118,25 @@ def changed_under_a_mask(call: Call) -> Metas | None:
     return _like(spec) if broadcast([spec.shape, mask.shape]) == spec.shape else None
 
 
+def _is_masked_well(call: Call, shape: tuple[int, ...]) -> bool:
+    mask = call.spec("mask")
+    return mask.dtype is torch.bool and broadcast([shape, mask.shape]) == shape
+
+
+def picked_under_a_mask(call: Call) -> Metas | None:
+    """Elements at the places of integer indices, where a mask is true."""
+    metas, shape = picked_elements(call), _shape_of_picked(call)
+    return metas if shape is not None and _is_masked_well(call, shape) else None
+
+
+def added_under_a_mask(call: Call) -> Metas | None:
+    """A copy, with values added at the places of integer indices, where a mask is true."""
+    metas, shape = changed_elements(call), _shape_of_picked(call)
+    return metas if shape is not None and _is_masked_well(call, shape) else None
+
+
+register_shape(full_names("_unsafe_masked_index"), picked_under_a_mask)
+register_shape(full_names("_unsafe_masked_index_put_accumulate"), added_under_a_mask)
 register_shape(full_names("index.Tensor _unsafe_index.Tensor"), picked_elements)
 register_shape(full_names("index_put _unsafe_index_put"), changed_elements)
 register_shape(full_names("masked_scatter"), changed_under_a_mask)

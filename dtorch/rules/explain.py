@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 from dtorch.rules.call import Call
 from dtorch.rules.equation import Code, Equation, Mismatch, Signature, code, signatures
@@ -10,6 +11,8 @@ from dtorch.spec import Spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
 
+#: Whether placements are tried out: a refusal is then no more than that, and the last one is asked again for its text.
+is_trial: ContextVar[bool] = ContextVar("dtorch_is_trial", default=False)
 #: Signatures that a message lists before it says how many more there are.
 MAX_SIGNATURES = 24
 
@@ -42,6 +45,8 @@ def refused(
     only: Sequence[int] | None = None,
 ) -> PlacementError:
     """No signature fits: ``reason`` says what was broken, ``fix`` what to write, ``only`` which inputs to show."""
+    if is_trial.get():
+        return PlacementError(reason)
     listed = list(dict.fromkeys(signatures))
     lines = [f"    {line}" for line in listed[:MAX_SIGNATURES]]
     if len(listed) > MAX_SIGNATURES:
@@ -109,6 +114,8 @@ def _placement(coded: Code) -> Placement:
 
 def mismatch(call: Call, equation: Equation, found: Mismatch) -> PlacementError:
     """The error for inputs that no signature fits."""
+    if is_trial.get():
+        return PlacementError(found.reason)
     names = input_names(call)
     reason = found.reason.format(*names)
     if call.inputs[0].layout.mesh.ndim > 1:
