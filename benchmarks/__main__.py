@@ -8,6 +8,7 @@ import sys
 COMMANDS = (
     ["benchmarks.startup"],
     ["benchmarks.overhead"],
+    ["benchmarks.captured"],
     ["benchmarks.miss"],
     ["benchmarks.fetch"],
     ["benchmarks.collectives"],
