@@ -22,9 +22,10 @@ from benchmarks.gloo import on_gloo_ranks
 from benchmarks.harness import Row, report
 from dtorch import auto_plan, spec as spec_module
 from dtorch.auto_plan import plan_cheapest
+from dtorch.probe import refuse_dtypes
 from dtorch.propagate import propagate
 from dtorch.rules import dim_groups, equation
-from dtorch.rules.call import op_of
+from dtorch.rules.call import Call, op_of
 from dtorch.rules.explain import is_trial
 from dtorch.spec import intern_spec
 from dtorch_runtime.errors import PlacementError
@@ -114,10 +115,16 @@ def _accepts(sample: Sample, mesh: DeviceMesh, combination: _Combination) -> boo
     return True
 
 
+def _plan_strictly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """As ``entries`` does it: whether kernels take the dtypes is asked once an op, whatever the shapes."""
+    plan = propagate(func, args, kwargs)
+    refuse_dtypes(Call(op_of(func), args, kwargs), plan)
+
+
 def _plan_converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     token = is_trial.set(True)
     try:
-        propagate(func, args, kwargs)
+        _plan_strictly(func, args, kwargs)
     except PlacementError as refused:
         plan_cheapest(func, args, kwargs, refused)
     finally:
@@ -125,8 +132,8 @@ def _plan_converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 _SETS: dict[str, tuple[_Plan, Callable[[Sample, DeviceMesh], Iterator[_Combination]]]] = {
-    "replicated": (propagate, _whole),
-    "sharded": (propagate, _sharded),
+    "replicated": (_plan_strictly, _whole),
+    "sharded": (_plan_strictly, _sharded),
     "converted (auto)": (_plan_converted, _refused),
 }
 
