@@ -152,6 +152,9 @@ class Run:
                     raise Difference(
                         f"another {what}", f"{name}: {getattr(found, what)} for {getattr(expected, what)}"
                     )
+            bits, wanted = ((x.is_conj(), x.is_neg()) for x in (found, expected))
+            if bits != wanted:
+                raise Difference("another bit", f"{name}: is_conj and is_neg are {bits} for {wanted}")
             yield name, expected, found
             if is_leaf(expected):
                 if (found.grad is None) != (expected.grad is None):

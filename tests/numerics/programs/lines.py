@@ -112,8 +112,11 @@ EXACT: dict[str, Line] = {
     "to": lambda d: f"{d.real()}.to({d.choice(('torch.float64', 'torch.float32', 'torch.int64'))})",
     "to_bool": lambda d: f"{d.number()} != 0",
     "complex": lambda d: f"torch.complex({(x := d.double())}, {d.fits(x, same_kind=True)})",
-    "view_as_real": lambda d: f"torch.view_as_real({d.complex()})",
-    "conj": lambda d: f"{d.complex()}.conj() * 1",
+    "view_as_real": lambda d: f"torch.view_as_real({d.complex()}.resolve_conj())",
+    "conj": lambda d: f"{d.complex()}.conj()",
+    "conj_part": lambda d: f"{d.complex()}.conj().{d.choice(('real', 'imag'))}",
+    "part": lambda d: f"{d.complex()}.{d.choice(('real', 'imag'))}",
+    "resolve": lambda d: f"{d.any()}.resolve_conj().resolve_neg()",
     # ---- placements ----
     "redistribute": lambda d: f"redistribute({(x := d.any())}, {d.placements(x)})",
     # ---- random numbers ----
