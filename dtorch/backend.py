@@ -32,6 +32,7 @@ from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
 from dtorch.linked import dispatch_linked
 from dtorch.meshes import check_index
+from dtorch.storages import refuse_storages
 from dtorch.strided import BACKENDS, not_strided
 from dtorch.tensors import Tensor
 from dtorch.ties import keep_ties
@@ -100,6 +101,7 @@ def register() -> None:
         transforms.leave_uncompiled(dispatch, dispatch_linked, _make)
         _use_foreach_optimizers()
         keep_ties()
+        refuse_storages()
 
 
 def _make(func: Any, *args: Any, **kwargs: Any) -> Any:

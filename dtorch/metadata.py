@@ -97,7 +97,8 @@ def _as_it_is_seen(target: Any, source: Any) -> Any:
 def _set_to_storage(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
     raise UnsupportedError(
         "x.set_(storage) has no memory to take: the storage of a dtorch tensor is on the workers. Allowed is a tensor; "
-        "write x.set_(y), or x.set_(y.as_strided(size, stride, offset)) for a part of its memory"
+        "write x.set_(y), or x.set_(y.as_strided(size, stride, offset)) for a part of its memory; to read a storage, "
+        "x.cpu().untyped_storage()"
     )
 
 

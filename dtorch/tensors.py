@@ -217,6 +217,21 @@ class Tensor(torch.Tensor):
             "memory, write x.untyped_storage()._cdata == y.untyped_storage()._cdata; for its value, x.cpu()"
         )
 
+    def share_memory_(self) -> Tensor:
+        """There is none here.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "a dtorch tensor has no memory here to share with other processes; write x.cpu().share_memory_(), or let "
+            "the other process join the cluster: dtorch.init(address)"
+        )
+
+    def is_shared(self) -> bool:
+        """Whether other processes share its memory: what is on the workers, nobody does."""
+        return False
+
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError("a dtorch tensor has no memory here to share; write x.cpu().__dlpack__()")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -358,6 +360,69 @@ KERNELS = [
     )
 ]
 
+
+def _load(location: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"weight": torch.zeros(2)}, file)
+    file.seek(0)
+    return torch.load(file, map_location=location)
+
+
+STORAGES = [
+    Mistake(what, program, dtorch.UnsupportedError, given, allowed, write)
+    for what, program, given, allowed, write in (
+        (
+            "a file loaded to the device",
+            lambda: _load("dtorch"),
+            "map_location='dtorch'",
+            "Allowed is map_location='cpu'",
+            "then t.to('dtorch')",
+        ),
+        (
+            "a file mapped to the device",
+            lambda: _load({"cpu": "dtorch:0"}),
+            "map_location='dtorch:0'",
+            "Allowed is map_location='cpu'",
+            "module.load_state_dict(...)",
+        ),
+        (
+            "bytes on the device",
+            lambda: torch.UntypedStorage(8, device="dtorch"),
+            "a storage on 'dtorch'",
+            "on the workers",
+            "dtorch.empty(n, dtype=torch.uint8)",
+        ),
+        (
+            "a copy of a storage",
+            lambda: copy.deepcopy(x(2).untyped_storage()),
+            "a storage on 'dtorch'",
+            "on the workers",
+            "x.cpu().untyped_storage()",
+        ),
+        (
+            "the bytes of a storage",
+            lambda: x(2).untyped_storage().tolist(),
+            "storage",
+            "on the workers",
+            "x.cpu().untyped_storage()",
+        ),
+        (
+            "memory shared with processes",
+            lambda: x(2).share_memory_(),
+            "no memory here",
+            "other processes",
+            "x.cpu().share_memory_()",
+        ),
+        (
+            "a module shared with processes",
+            lambda: torch.nn.Linear(2, 2).to("dtorch").share_memory(),
+            "no memory here",
+            "other processes",
+            "dtorch.init(address)",
+        ),
+    )
+]
+
 KERNELS.append(
     Mistake(
         "floats shifted",
@@ -366,4 +431,4 @@ KERNELS.append(
     )
 )
 
-NEWCOMERS = [*NOT_STRIDED, *DEVICES, *MEMORY, *KEYWORDS, *DATA, *NAMES, *KERNELS]
+NEWCOMERS = [*NOT_STRIDED, *DEVICES, *MEMORY, *KEYWORDS, *DATA, *NAMES, *KERNELS, *STORAGES]
