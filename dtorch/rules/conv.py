@@ -61,11 +61,6 @@ def _whole(call: Call) -> str:
     return _space(call)[3] + "j"
 
 
-def _whole_backward(call: Call) -> str:
-    """Cutting input channels leaves the derivative of a bias whole, which no notation says."""
-    return _whole(call) + ("i" if call.get("output_mask")[2] else "")
-
-
 def _group_inputs(call: Call) -> int:
     return int(call.spec("input").shape[1]) // int(call.get("groups"))
 
@@ -129,9 +124,10 @@ rule(
     "convolution_backward",
     _convolution_backward,
     linear="a",
-    whole=_whole_backward,
+    whole=_whole,
     slices="*",
     grouped="opqr",
+    unaffected=((2, "i"),),  # cutting input channels leaves the derivative of a bias whole
     localize=_local_bias,
     specialize=_backward_of_pieces,
 )

@@ -241,7 +241,7 @@ class Binder:
     converts: str = ""
     spreads: str = ""
     grouped: str = ""
-    unaffected: frozenset[int] = frozenset()
+    unaffected: frozenset[int | tuple[int, str]] = frozenset()
     linear_if: Callable[[Call], bool] | None = field(default=None, repr=False)
     _bound: dict[Any, Equation | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -409,7 +409,7 @@ def rule(
     grouped: str = "",
     linear_if: Callable[[Call], bool] | None = None,
     kinds: tuple[ReduceOp, ...] | None = None,
-    unaffected: Sequence[int] = (),
+    unaffected: Sequence[int | tuple[int, str]] = (),
     localize: Localize | None = None,
     specialize: Specialize | None = None,
     shape: ShapeFunction | str | None = None,
@@ -433,7 +433,7 @@ def rule(
         grouped: letters of which one operand has a multiple of another's.
         linear_if: the op is linear only for such calls.
         kinds: the kinds of Partial that the terms keep, where they are not those of a linear op.
-        unaffected: outputs (by position) that are whole on every device whatever is cut.
+        unaffected: outputs (by position) that are whole on every device whatever is cut, or when a letter is.
         localize: local values of arguments that depend on global sizes.
         specialize: another op for some signatures.
         shape: how the result's shape is computed without a meta kernel; "letters" for contiguous results whose

@@ -41,7 +41,7 @@ class Equation:
         whole: letters whose dims every device needs whole.
         reduce: what sharding a letter leaves in an output that lacks it, one for all outputs or one for each;
             None: it must not be sharded.
-        unaffected: outputs that are whole on every device whatever is cut.
+        unaffected: outputs that are whole on every device whatever is cut, or (output, letter) when that letter is.
         terms: the op is a sum of these products of inputs; empty when it is not linear.
         kinds: kinds of Partial that the terms keep.
         lifts: replicated terms may become partial so that they count once (no bytes move).
@@ -58,7 +58,7 @@ class Equation:
     outputs: tuple[Dims, ...]
     whole: frozenset[str] = frozenset()
     reduce: ReduceOp | tuple[ReduceOp, ...] | None = None
-    unaffected: frozenset[int] = frozenset()
+    unaffected: frozenset[int | tuple[int, str]] = frozenset()
     terms: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[ReduceOp, ...] = LINEAR_KINDS
     lifts: bool = False
@@ -119,7 +119,7 @@ def _cut(equation: Equation, letter: str) -> Iterator[Signature]:
     for index, dims in enumerate(equation.outputs):
         if letter in dims:
             outputs.append(dims.index(letter))
-        elif index in equation.unaffected:
+        elif index in equation.unaffected or (index, letter) in equation.unaffected:
             outputs.append(None)
         elif equation.reduce is None:
             return

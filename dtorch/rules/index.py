@@ -66,8 +66,8 @@ def _gather(call: Call) -> str:
 
 
 rule("gather", _gather, moves="a", spreads="a", whole=_along, slices="ab")
-rule("scatter.src", _same_dims, moves="a+c", lifts=True, whole=_along)
-rule("scatter.value scatter.reduce scatter.value_reduce scatter_reduce", _same_dims, whole=_along)
+rule("scatter.src", _same_dims, moves="a+c", lifts=True, slices="*", whole=_along)
+rule("scatter.value scatter.reduce scatter.value_reduce scatter_reduce", _same_dims, slices="*", whole=_along)
 rule("scatter_add", _same_dims, linear="a+c", lifts=True, slices="*", whole=_along)
 
 
@@ -187,13 +187,25 @@ def _index_put(call: Call) -> Equation | None:
     return Equation(
         inputs=tuple(dims),
         outputs=(tuple(names),),
-        whole=index_whole(call, names),
+        whole=index_whole(call, names) - _masked_on_pieces(call, names, picked),
         reduce="sum" if accumulate else None,
         terms=((0,), (values,)),
         kinds=LINEAR_KINDS if accumulate else ALL_KINDS,
         lifts=True,
+        slices=frozenset((0, *masks)) if masks else frozenset(),
         fixed=frozenset(call.written),
     )
+
+
+def _masked_on_pieces(call: Call, names: str, picked: Dims) -> frozenset[str]:
+    """The dims of one mask, where what it picks all gets the same values: each device writes where its piece says."""
+    indices, values = indices_of(call), call.spec("values").shape
+    number, covered = indices[0]
+    num_behind = len(picked) - 1 - covered[0]
+    if len(indices) > 1 or not is_mask_dtype(call.inputs[number].dtype):
+        return frozenset()
+    is_same = len(values) <= num_behind or values[-1 - num_behind] == 1
+    return frozenset(names[dim] for dim in covered) if is_same else frozenset()
 
 
 def right_aligned(picked: Dims, values: Spec, call: Call) -> Dims:

@@ -301,8 +301,8 @@ NN = [
     call(
         aten.convolution_backward.default,
         real(3, 4, 5, 5),
-        real(3, 2, 5, 5),
-        real(4, 2, 3, 3),
+        real(3, 3, 5, 5),
+        real(4, 3, 3, 3),
         [4],
         [1, 1],
         [1, 1],

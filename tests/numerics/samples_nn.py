@@ -77,10 +77,10 @@ def _convolution(
 CONVOLUTIONS = [
     *_convolution(real(2, 3, 5), real(4, 3, 3), real(4), "1d"),
     *_convolution(real(3, 2, 4, 5), real(3, 2, 3, 3), None, "without bias", dilation=2, padding=2),
-    *_convolution(real(2, 2, 3, 3, 3), real(3, 2, 2, 2, 2), real(3), "3d"),
-    *_convolution(real(2, 2, 12, 12), real(3, 2, 2, 2), real(3), "of patches", padding=0, stride=2),
+    *_convolution(real(2, 3, 3, 3, 3), real(3, 3, 2, 2, 2), real(3), "3d"),
+    *_convolution(real(2, 3, 12, 12), real(3, 3, 2, 2), real(3), "of patches", padding=0, stride=2),
     *_convolution(
-        real(2, 2, 6), real(2, 3, 2), real(3), "of patches, transposed", padding=0, stride=2, transposed=True
+        real(2, 3, 6), real(3, 3, 2), real(3), "of patches, transposed", padding=0, stride=2, transposed=True
     ),
     *_convolution(real(2, 3, 5), real(3, 4, 3), real(4), "transposed", transposed=True),
     *_convolution(real(2, 12, 3), real(12, 2, 3), real(12), "in groups", groups=6),
