@@ -188,7 +188,9 @@ def halved(call: Call) -> Metas | None:
 
 def power_of_a_number(call: Call) -> Metas | None:
     """A number to the power of each element."""
-    base, exponent = call.get("self"), call.spec("exponent")
+    base, exponent = call.get("self"), call.get("exponent")
+    if type(exponent) is not Spec:  # pow_.Scalar, which is an element to the power of a number
+        return None
     dtype = result_type([base, exponent])
     if dtype is torch.bool or not is_contiguous(exponent.shape, exponent.stride):
         return None

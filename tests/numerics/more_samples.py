@@ -59,6 +59,7 @@ UNARY = [
     call(aten.abs.default, torch.complex(real(4, 5), real(4, 5))),
     call(aten._conj.default, torch.complex(real(4, 5), real(4, 5))),
     call(aten._conj_physical.default, torch.complex(real(4, 5), real(4, 5))),
+    call(aten.pow_.Scalar, real(4, 5), 2),
     call(aten.fill_.Tensor, real(4, 5), real()),
     call(aten.copy_.default, real(4, 5), real(4, 5).float(), moves_bytes=True, name="copy_ to another dtype"),
 ]
