@@ -16,7 +16,6 @@ from dtorch.shapes import (
     broadcast,
     is_contiguous,
     register_shape,
-    result_type,
     wrap,
 )
 from dtorch.spec import Spec, contiguous_stride
@@ -186,17 +185,6 @@ def halved(call: Call) -> Metas | None:
     return (row_major((*spec.shape[:dim], spec.shape[dim] // 2, *spec.shape[dim + 1 :]), spec),)
 
 
-def power_of_a_number(call: Call) -> Metas | None:
-    """A number to the power of each element."""
-    base, exponent = call.get("self"), call.get("exponent")
-    if type(exponent) is not Spec:  # pow_.Scalar, which is an element to the power of a number
-        return None
-    dtype = result_type([base, exponent])
-    if dtype is torch.bool or not is_contiguous(exponent.shape, exponent.stride):
-        return None
-    return (TensorMeta(exponent.shape, contiguous_stride(exponent.shape), dtype),)
-
-
 def distance(call: Call) -> Metas | None:
     """One number for two tensors of one dtype."""
     first, second = call.inputs
@@ -254,7 +242,6 @@ register_shape(full_names("sort"), sorted_along)
 register_shape(full_names("roll"), rolled)
 register_shape(full_names("stack"), stacked)
 register_shape(full_names("glu"), halved)
-register_shape(full_names("pow.Scalar"), power_of_a_number)
 register_shape(full_names("dist"), distance)
 register_shape(full_names("addr"), outer_product_added)
 register_shape(full_names("trace"), diagonal_sum)

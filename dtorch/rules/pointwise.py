@@ -14,6 +14,7 @@ from dtorch.shapes import (
     TensorMeta,
     broadcast,
     elementwise_stride,
+    is_contiguous,
     preserved_stride,
     register_shape,
     result_type,
@@ -55,9 +56,9 @@ def pointwise(
 
 def pointwise_shape(call: Call, kind: ResultKind) -> Metas | None:
     """Broadcast shape, strides in the operands' order in memory, promoted dtype."""
-    if call.op.name == "aten::pow.Scalar":
-        return None  # its strides are not those of a pointwise op
     tensors = [call.inputs[n] for p, n in call.operands.items() if isinstance(n, int) and p != "out"]
+    if call.op.name == "aten::pow.Scalar" and not is_contiguous(tensors[0].shape, tensors[0].stride):
+        return None  # its strides are not those of a pointwise op
     shape = broadcast([spec.shape for spec in tensors])
     dtype = _result_dtype(call, tensors, kind)
     if shape is None or dtype is None:

@@ -113,6 +113,7 @@ POINTWISE = [
     call(aten.rsqrt.default, real(4, 5).abs() + 1),
     call(aten.pow.Tensor_Scalar, real(4, 5), 2),
     call(aten.pow.Scalar, 2.0, real(4, 5)),
+    call(aten.pow_.Scalar, real(4, 5), 2),
     call(aten.clamp.default, real(4, 5), -0.5, 0.5),
     call(aten.maximum.default, real(4, 5), real(5)),
     call(aten.eq.Tensor, whole_numbers(3, 4, 5), whole_numbers(3, 5)),

@@ -10,7 +10,7 @@ import torch
 
 from dtorch import shapes
 from dtorch.rules.call import Call, op_of
-from dtorch.rules.tables import SHAPES
+from dtorch.rules.tables import SHAPES, registered
 from dtorch.shapes import shape_function
 from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.ir.layout import Layout
@@ -96,6 +96,23 @@ def test_equals_torch(sample: Sample, transposed: bool) -> None:
 )
 def test_equals_torch_on_row_major_inputs(sample: Sample) -> None:
     compare(sample)
+
+
+@pytest.mark.parametrize("names", [shapes._functions, registered()], ids=["shapes", "rules"])
+def test_in_place_ops_that_take_the_answer_of_a_namesake_have_its_parameters(names: Any) -> None:
+    """``pow_.Scalar`` is no ``pow.Scalar``: its number is the exponent."""
+    num_compared = 0
+    for name in names:
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        ops = getattr(torch.ops, namespace)
+        own, written = getattr(ops, packet, None), getattr(ops, packet + "_", None)
+        if overload and own is not None and overload in getattr(written, "overloads", list)():
+            functional, in_place = getattr(own, overload)._schema, getattr(written, overload)._schema
+            given, taken = ([(a.name, str(a.type)) for a in s.arguments] for s in (functional, in_place))
+            assert given == taken, name
+            num_compared += 1
+    assert num_compared
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
