@@ -9,6 +9,7 @@ from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import EquationRule, assign, full_names, rule
 from dtorch.rules.equation import ALL_KINDS, LINEAR_KINDS, Dims, Equation, Matched
+from dtorch.rules.factory import box_arguments
 from dtorch.rules.reduce import other_op
 from dtorch.rules.registry import register
 from dtorch.rules.view import LETTERS, dim_of, letters
@@ -65,7 +66,17 @@ def _gather(call: Call) -> str:
     return f"{names},{picked}->{picked}"
 
 
-rule("gather", _gather, moves="a", spreads="a", whole=_along, slices="ab")
+def _gathered_from_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    """A cut dim: each device picks what it holds of it and gives zeros for the rest."""
+    if _along(call) not in matched.letters:
+        return None
+    x, index = call.inputs
+    dim = dim_of(call)
+    args = [x, dim, index, LocalStart(list(x.shape), layout_record(matched.inputs[0]), dim), x.shape[dim]]
+    return other_op(call, matched, metas, "dtorch::gather_shard", args)
+
+
+rule("gather", _gather, moves="a", reduce="sum", slices="ab", specialize=_gathered_from_piece)
 rule("scatter.src", _same_dims, moves="a+c", lifts=True, slices="*", whole=_along)
 rule("scatter.value scatter.reduce scatter.value_reduce scatter_reduce", _same_dims, slices="*", whole=_along)
 rule("scatter_add", _same_dims, linear="a+c", lifts=True, slices="*", whole=_along)
@@ -91,7 +102,29 @@ def _index_fill(call: Call) -> str:
     return f"{names},{'Z' if call.spec('index').shape else ''},->{names}"
 
 
-rule("index_select", _index_select, moves="a", spreads="a", whole=_along)
+def _selected_from_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    if _along(call) not in matched.letters:
+        return None
+    indices = [None] * dim_of(call) + [call.spec("index")]
+    return _indexed_piece(call, matched, metas, indices)
+
+
+def _indexed_piece(call: Call, matched: Matched, metas: Metas, indices: list[Spec | None]) -> OpPlan:
+    """``x[indices]`` of cut dims: each device picks what it holds of them and gives zeros for the rest."""
+    x = call.inputs[0]
+    starts, _ = box_arguments(x.shape, matched.inputs[0])
+    args = [x, indices, starts, list(x.shape)]
+    return other_op(call, matched, metas, "dtorch::index_shard", args)
+
+
+rule(
+    "index_select",
+    _index_select,
+    moves="a",
+    reduce="sum",
+    whole=lambda call: "" if call.spec("index").shape else _along(call),
+    specialize=_selected_from_piece,
+)
 rule("index_add", _index_rows, linear="a+c", lifts=True, slices="*", whole=_along)
 rule("index_copy index_reduce", _index_rows, whole=lambda call: _along(call) + "Z")
 rule("index_fill.int_Scalar index_fill.int_Tensor", _index_fill, whole=lambda call: _along(call) + "Z")
@@ -155,14 +188,21 @@ def _index(call: Call) -> Equation | None:
     picked = None if dims is None else picked_dims(call, dims)
     if dims is None or picked is None:
         return None
+    by_mask = any(is_mask_dtype(call.inputs[number].dtype) for number, _ in indices_of(call))
     return Equation(
         inputs=tuple(dims),
         outputs=(picked,),
-        whole=index_whole(call, names),
+        whole=index_whole(call, names) if by_mask else frozenset(),
+        reduce="sum",
         terms=((0,),),
         kinds=ALL_KINDS,
-        spreads=frozenset((0,)),
     )
+
+
+def _index_of_piece(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    if not index_whole(call, letters(len(call.inputs[0].shape))) & set(matched.letters):
+        return None
+    return _indexed_piece(call, matched, metas, list(call.get("indices")))
 
 
 def _index_put(call: Call) -> Equation | None:
@@ -218,7 +258,7 @@ def right_aligned(picked: Dims, values: Spec, call: Call) -> Dims:
     )
 
 
-register(full_names("index.Tensor _unsafe_index.Tensor"), EquationRule(_index))
+register(full_names("index.Tensor _unsafe_index.Tensor"), EquationRule(_index, specialize=_index_of_piece))
 register(
     full_names("index_put _unsafe_index_put _index_put_impl_ index_put_"),
     EquationRule(_index_put),

@@ -162,6 +162,73 @@ def masked_scatter_shard(
     return None if in_place else target
 
 
+@kernel("index_shard")
+def index_shard(
+    x: torch.Tensor, indices: list[torch.Tensor | None], starts: list[int], sizes: list[int]
+) -> torch.Tensor:
+    """``x[indices]`` of a piece: what this device holds of it, and zeros for what others hold.
+
+    Args:
+        indices: for each of the first dims integers into the whole, or None.
+        starts, sizes: where the piece starts in each dim of the whole, and the sizes of that.
+
+    Raises:
+        IndexError: a number is not one of the whole.
+    """
+    local: list[torch.Tensor | None] = []
+    outside = torch.zeros((), dtype=torch.bool, device=x.device)
+    for dim, index in enumerate(indices):
+        if index is not None:
+            index, is_elsewhere = _on_piece(index, starts[dim], x.shape[dim], sizes[dim])
+            outside = outside | is_elsewhere
+        local.append(index)
+    indexed = [dim for dim, index in enumerate(local) if index is not None]
+    held = _with_an_element(x, indexed)
+    result: torch.Tensor = torch.ops.aten.index(held, local)
+    at = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+    num_behind = x.ndim - len(indexed) - at
+    return result.masked_fill_(outside.view(*outside.shape, *[1] * num_behind), 0)
+
+
+@kernel("gather_shard")
+def gather_shard(x: torch.Tensor, dim: int, index: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """``gather`` along a cut dim: what this device holds of it, and zeros for what others hold.
+
+    Args:
+        index: integers into the whole, which has ``size`` elements along ``dim``; the piece has those from ``start``.
+
+    Raises:
+        IndexError: a number is not one of the whole.
+    """
+    local, outside = _on_piece(index, start, x.shape[dim], size)
+    return torch.gather(_with_an_element(x, [dim]), dim, local).masked_fill_(outside, 0)
+
+
+def _on_piece(
+    index: torch.Tensor, start: int, num_local: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers in a whole dim as numbers in a piece of it, and which of them are elsewhere (those become 0).
+
+    Raises:
+        IndexError: one is not in the whole dim.
+    """
+    index = index.long()
+    is_inside = ((index >= -size) & (index < size)).all()
+    if index.device.type != "cpu":
+        torch._assert_async(is_inside)  # as torch does there: to look would wait for the device
+    elif not is_inside:
+        raise IndexError(f"an index is out of bounds for a dim of size {size}")
+    local = index.where(index >= 0, index + size) - start
+    outside = (local < 0) | (local >= num_local)
+    return local.masked_fill(outside, 0), outside
+
+
+def _with_an_element(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """A piece, with one element along these dims where it has none, so that number 0 can be picked."""
+    shape = [max(size, 1) if dim in dims else size for dim, size in enumerate(x.shape)]
+    return x if shape == list(x.shape) else x.new_zeros(shape)
+
+
 @kernel("factory_shard")
 def factory_shard(
     operator: str, args: list[Any], starts: list[int], sizes: list[int], **kwargs: Any

@@ -19,6 +19,9 @@ SPREAD = [
     (call(aten.gather.default, real(4, 5), 0, whole_numbers(4, 3, 5)), 0, (0,)),
     (call(aten.index_select.default, real(4, 5), 0, ROWS), 0, (0,)),
     (call(aten.index.Tensor, real(4, 5), [ROWS]), 0, (0,)),
+    (call(aten.index.Tensor, real(4, 5), [-ROWS], name="index from the end"), 0, (0,)),
+    (call(aten.index.Tensor, real(4, 2, 5), [ROWS, None, ROWS], name="index of dims apart"), 0, (0, 2)),
+    (call(aten.index.Tensor, real(2, 4, 5), [None, ROWS.view(2, 2)], name="index of a middle dim"), 0, (1,)),
     (call(aten.index.Tensor, real(4, 5) > 0, [ROWS, ROWS], name="index of bools"), 0, (0, 1)),
     (call(aten.take.default, real(4, 5), whole_numbers(20, 3, 2)), 0, (0, 1)),
     (call(aten.constant_pad_nd.default, real(4, 5), [1, -1, 2, 0]), 0, (0, 1)),
@@ -49,6 +52,22 @@ def test_a_cut_that_fits_no_signature_is_spread(
     for chosen in itertools.product(options, repeat=mesh.ndim):
         placements = [chosen if i == index else (Replicate(),) * mesh.ndim for i in range(len(tensors))]
         check(sample, mesh, placements, want)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        call(aten.index.Tensor, real(4, 5), [torch.tensor([0, 4])]),
+        call(aten.index.Tensor, real(4, 5), [torch.tensor([-5])], name="index before the first"),
+        call(aten.index_select.default, real(4, 5), 0, torch.tensor([4])),
+        call(aten.gather.default, real(4, 5), 0, torch.full((1, 5), 4)),
+        call(aten.take.default, real(4, 5), torch.tensor([20])),
+    ],
+    ids=str,
+)
+def test_a_place_that_no_device_holds_is_out_of_range(sample: Sample) -> None:
+    with pytest.raises((IndexError, RuntimeError), match="out of (bounds|range)|index"):
+        check(sample, DeviceMesh("cpu", [0, 1]), [(Shard(0),), (Replicate(),)], [])
 
 
 @pytest.mark.parametrize(
