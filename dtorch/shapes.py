@@ -91,7 +91,7 @@ def check_written(call: Call) -> None:
         NeedsResize: torch would resize the ``out=`` tensor.
     """
     function = shape_function(call)
-    metas = function(call) if function is not None else None
+    metas = function(_without_targets(call)) if function is not None else None
     targets = [call.inputs[i] for i in call.written]
     writes_aside = bool(call.op.returns) and not any(call.op.returned_parameter)
     if metas is not None and (writes_aside or _fits(metas, targets)):
@@ -105,6 +105,16 @@ def check_written(call: Call) -> None:
             f"pass a tensor of the right shape, or leave out= away",
             tuple(zip(call.written, results, strict=True)),
         )
+
+
+def _without_targets(call: Call) -> Call:
+    """The call without its ``out=`` tensors, of which the results do not depend."""
+    targets = [name for name in call.op.returned_parameter if name in call.kwargs]
+    if not targets:
+        return call
+    return Call(
+        call.op, call.args, {name: value for name, value in call.kwargs.items() if name not in targets}
+    )
 
 
 def _fits(metas: Metas, targets: list[Spec]) -> bool:

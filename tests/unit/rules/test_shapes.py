@@ -10,6 +10,7 @@ import torch
 
 from dtorch import shapes
 from dtorch.rules.call import Call, op_of
+from dtorch.rules.out import functional_of
 from dtorch.rules.tables import SHAPES, registered
 from dtorch.shapes import shape_function
 from dtorch.spec import Spec, intern_spec
@@ -96,6 +97,23 @@ def test_equals_torch(sample: Sample, transposed: bool) -> None:
 )
 def test_equals_torch_on_row_major_inputs(sample: Sample) -> None:
     compare(sample)
+
+
+OUT_SAMPLES = [*ALL, *MORE, *STATISTICS, *NN_SAMPLES, *LOSSES, *SCATTER_AND_SPECIAL]
+
+
+@pytest.mark.parametrize("sample", OUT_SAMPLES, ids=lambda sample: str(sample).replace(" ", "_"))
+def test_functions_answer_for_out_variants_too(sample: Sample) -> None:
+    call = call_of(sample)
+    packet = sample.func.overloadpacket
+    for name in packet.overloads():
+        op = op_of(getattr(packet, name))
+        function = shape_function(Call(op, call.args, call.kwargs)) if functional_of(op) is call.op else None
+        metas = None if function is None else function(call)
+        if metas is not None and all(isinstance(meta, shapes.TensorMeta) for meta in metas):
+            made = [intern_spec(meta.shape, meta.dtype, LAYOUT, meta.stride) for meta in metas]
+            out = dict(zip(op.writes, made, strict=True))
+            shapes.check_written(Call(op, call.args, call.kwargs | out))
 
 
 @pytest.mark.parametrize("names", [shapes._functions, registered()], ids=["shapes", "rules"])
