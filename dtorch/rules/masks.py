@@ -35,7 +35,7 @@ def _masked_scatter(call: Call) -> Equation | None:
         None if n != m else name for name, n, m in zip(names, given, shape[len(shape) - len(given) :])
     )
     return Equation(
-        inputs=(own, mask, source),
+        inputs=(own, mask, source, *[None] * (len(call.inputs) - 3)),  # out= takes no part
         outputs=((*[None] * (len(shape) - len(given)), *own),),
         whole=frozenset((*mask, *source)),
         terms=((0,), (2,)),
