@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import linecache
 import os
 import sys
@@ -54,8 +55,19 @@ def capture(frame: FrameType | None, thread_id: int | None = None) -> int:
     found = _search(frame) or caller.get()
     if found == UNKNOWN and in_backward:
         waiting = thread_id if thread_id in in_backward else in_backward[-1]
-        found = _search(sys._current_frames().get(waiting))
+        found = _search(_current_frame(waiting))
     return found
+
+
+def _current_frame(thread_id: int) -> FrameType | None:
+    """Where a thread is. A garbage collection inside the call may wait for a lock that the call holds (gh-106883)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread_id)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _search(frame: FrameType | None) -> int:
