@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from dtorch.keywords import teaches_keywords
 from dtorch_runtime.errors import ClusterTimeout, ControllerLost, DTorchError, ForkError, SettingError
 from dtorch_runtime.local import LocalCluster, start_local_cluster
 from dtorch_runtime.settings import Settings
@@ -152,6 +153,7 @@ _ahead: LocalCluster | None = None
 _forked_from: int | None = None
 
 
+@teaches_keywords
 def init(
     address: str | None = None,
     num_nodes: int = 1,
@@ -193,6 +195,7 @@ def init(
         return cluster.__enter__()
 
 
+@teaches_keywords
 def connect(
     address: str | None = None,
     num_nodes: int = 1,
@@ -208,6 +211,11 @@ def connect(
     """
     settings = settings or Settings.from_environment()
     address = address or os.environ.get(ENV_ADDRESS)
+    if address is not None and not isinstance(address, str):
+        raise SettingError(
+            f"address takes a string, got {address!r}; write e.g. 'tcp://head:5555', or devices_per_node={address!r} "
+            f"for a cluster here"
+        )
 
     def open_session() -> _Open:
         _check_fork()

@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -220,6 +220,19 @@ class TensorFuture(ClusterFuture[torch.Tensor]):
         self._spec = spec
         self._convert = convert
         self._pieces: Mapping[int, LocalPiece] = {}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """What a tensor has and its future has not."""
+        message = f"'TensorFuture' object has no attribute {name!r}"
+        if not name.startswith("_"):
+            message += f"; it is a value to come: write (await future).{name} or future.get().{name}"
+        raise AttributeError(message)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(
+            f"'TensorFuture' object is not subscriptable, got [{index!r}]; it is a value to come: write "
+            f"(await future)[...] or future.get()[...]"
+        )
 
     def deliver(self, pieces: Mapping[int, LocalPiece]) -> None:
         self._pieces = pieces

@@ -116,6 +116,11 @@ class Graph:
         self.num_ops = 0
         #: Ids of values without a symbol, which the cluster still holds.
         self.dropped: list[int] = []
+        if isinstance(session, DeviceMesh):
+            raise MeshError(
+                f"Graph() takes no mesh, got {session!r}: a graph is a stream of ops. Write graph = dtorch.Graph(), "
+                f"and with graph, graph.device_mesh_guard(mesh): for its default mesh"
+            )
         if session is None:
             from dtorch.cluster import current_session  # a session makes graphs
 

@@ -20,6 +20,9 @@ _WRITE = {
     "pin_memory": "nothing for it: the memory is the workers'",
     "generator": "dtorch.manual_seed(n) before it; PyTorch's own function takes generator= with device='dtorch'",
     "memory_format": "x.contiguous(memory_format=...) on the result",
+    "num_gpus": "devices_per_node=",
+    "num_devices": "devices_per_node=",
+    "world_size": "num_nodes= and devices_per_node=",
     "async_op": "nothing for it: every op is asynchronous, and only a value is waited for",
 }
 

@@ -260,6 +260,37 @@ DATA = [
     ),
 ]
 
+CLUSTER = [
+    Mistake(
+        "a number of devices for an address",
+        lambda: OURS.connect(4),
+        *(dtorch.SettingError, "got 4", "address takes a string", "devices_per_node=4"),
+    ),
+    Mistake(
+        "gpus of a cluster",
+        lambda: OURS.init(num_gpus=2),
+        *(TypeError, "'num_gpus'", "init()", "write devices_per_node="),
+    ),
+    Mistake(
+        "a mesh for a graph",
+        lambda: OURS.Graph(LINE),
+        dtorch.MeshError,
+        "[0, 1]",
+        "no mesh",
+        "device_mesh_guard(mesh)",
+    ),
+    Mistake(
+        "a value not waited for",
+        lambda: OURS.Tensor.value(x(3)).numpy(),
+        *(AttributeError, "'numpy'", "a value to come", "(await future).numpy or future.get().numpy"),
+    ),
+    Mistake(
+        "a row of what was not waited for",
+        lambda: OURS.Tensor.value(x(3))[0],
+        *(TypeError, "[0]", "a value to come", "future.get()[...]"),
+    ),
+]
+
 #: What other libraries call what DTorch has under another name, or has not.
 NAMES = [
     Mistake(
@@ -431,4 +462,4 @@ KERNELS.append(
     )
 )
 
-NEWCOMERS = [*NOT_STRIDED, *DEVICES, *MEMORY, *KEYWORDS, *DATA, *NAMES, *KERNELS, *STORAGES]
+NEWCOMERS = [*NOT_STRIDED, *CLUSTER, *DEVICES, *MEMORY, *KEYWORDS, *DATA, *NAMES, *KERNELS, *STORAGES]
