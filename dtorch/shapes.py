@@ -108,9 +108,9 @@ def check_written(call: Call) -> None:
 
 
 def _without_targets(call: Call) -> Call:
-    """The call without its ``out=`` tensors, of which the results do not depend."""
+    """The call without its ``out=`` tensors, of which the results of all but factories do not depend."""
     targets = [name for name in call.op.returned_parameter if name in call.kwargs]
-    if not targets:
+    if not targets or len(targets) == len(call.inputs):
         return call
     return Call(
         call.op, call.args, {name: value for name, value in call.kwargs.items() if name not in targets}

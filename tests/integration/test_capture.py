@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,12 @@ import torch.nn.functional as F
 import dtorch
 from dtorch import CaptureError, DeviceMesh, Partial, Replicate, Shard
 from tests.support.captured import NUM_CALLS, numbers, replays, same, send
-from tests.support.leaks import LeakWatch
 
 OTHER = DeviceMesh("cpu", [1, 2], mesh_dim_names=("tp",))
 SCALE = 2.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster(leak_watch: LeakWatch) -> Iterator[None]:
-    before = leak_watch.snapshot()
-    dtorch.init(devices_per_node=3)
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 # ---- functions of tensors ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +13,8 @@ import torch.nn.functional as F
 import dtorch
 from dtorch import CaptureError, Replicate, Shard
 from tests.support.captured import NUM_CALLS, mlp, numbers, replays, same, send
-from tests.support.leaks import LeakWatch
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster(leak_watch: LeakWatch) -> Iterator[None]:
-    before = leak_watch.snapshot()
-    dtorch.init(devices_per_node=3)
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.mark.parametrize("placements", [[Replicate()], [Shard(0)]], ids=str)

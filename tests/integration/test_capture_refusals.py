@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,16 +11,8 @@ import torch
 import dtorch
 from dtorch import CaptureError, RemoteOpError
 from tests.support.captured import numbers, replays, same, send
-from tests.support.leaks import LeakWatch
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster(leak_watch: LeakWatch) -> Iterator[None]:
-    before = leak_watch.snapshot()
-    dtorch.init(devices_per_node=3)
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def test_an_op_that_fails_in_a_replay_names_its_line_and_the_rest_goes_on() -> None:
@@ -149,7 +141,8 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
 def test_the_refusal_names_the_line() -> None:
     captured = dtorch.capture(reads_a_value)
     with pytest.raises(
-        CaptureError, match=r"test_capture_refusals.py:[0-9]+ in reads_a_value: return x \* x.sum\(\).item\(\)"
+        CaptureError,
+        match=r"test_capture_refusals.py:[0-9]+ in reads_a_value: return x \* x.sum\(\).item\(\)",
     ):
         captured(send(numbers(4)))
     same(send(numbers(4)) + 1, numbers(4) + 1)
