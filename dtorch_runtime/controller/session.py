@@ -12,7 +12,7 @@ import msgspec
 from dtorch_runtime.controller.membership import Node
 from dtorch_runtime.controller.planning import plan_batch, route_of_template
 from dtorch_runtime.ir.body import parse_body
-from dtorch_runtime.ir.graph import GraphError, LogicalGraph, RouteTable, unpack_checked
+from dtorch_runtime.ir.graph import GraphError, LogicalGraph, Route, RouteTable, unpack_checked
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import mesh_from_record
 from dtorch_runtime.ir.verify import verify_ops
@@ -28,6 +28,14 @@ class PendingFetch:
     device: int
     #: Bytes that have been sent on to the client so far.
     num_received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Live nodes that get the same: their numbers, and the peers that they are."""
+
+    nodes: tuple[int, ...]
+    peers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +61,18 @@ class Session:
         self.graph = LogicalGraph(self._routes)
         #: mesh id -> record. A mesh is defined once.
         self.meshes: dict[int, MeshRecord] = {}
-        #: Numbers of the live nodes that take part.
-        self.nodes: set[int] = set()
+        #: Number -> peer of the live nodes that take part.
+        self.nodes: dict[int, int] = {}
+        #: The live nodes of each route that was used since a node last came or went.
+        self._groups: dict[Route, Group] = {}
         #: device -> node number, for the nodes above only.
         self.node_of_device: dict[int, int] = {}
         #: Devices whose node was lost during the session. None of them is in the table above.
         self.lost_devices: dict[int, LostDevice] = {}
         #: (seq, nodes that got a part) of messages that are not credited, by rising seq, all above `credited`.
         self._in_flight: deque[tuple[int, tuple[int, ...]]] = deque()
+        #: The live nodes that are not done with the first of these. Empty only when there is none.
+        self._waiting: set[int] = set()
         #: node number -> seq up to which it is done. Of the nodes above only.
         self._done: dict[int, int] = {}
         #: node number -> seq of the last message that it got.
@@ -79,7 +91,7 @@ class Session:
         """Let a node take part. False when the session lost one of its devices before."""
         if any(device in self.lost_devices for device in node.record.devices):
             return False
-        self.nodes.add(node.number)
+        self.nodes[node.number] = node.peer
         self._done[node.number] = self._sent[node.number] = 0
         self.node_of_device.update(dict.fromkeys(node.record.devices, node.number))
         self._reroute()
@@ -89,7 +101,7 @@ class Session:
         """Take a node out. Returns the (request id, device) of the fetches that nobody will answer."""
         if node.number not in self.nodes:
             return []
-        self.nodes.remove(node.number)
+        del self.nodes[node.number]
         del self._done[node.number], self._sent[node.number]
         for device in node.record.devices:
             del self.node_of_device[device]
@@ -98,10 +110,12 @@ class Session:
         failed = [(request, f.device) for request, f in self.fetches.items() if f.node == node.number]
         for request, _ in failed:
             del self.fetches[request]
+        self._waiting.discard(node.number)
         self._advance()
         return failed
 
     def _reroute(self) -> None:
+        self._groups.clear()
         for record in self.graph.templates.values():
             route = route_of_template(record, self.meshes, self.node_of_device, self._routes)
             self.graph.set_route(record, route)
@@ -126,7 +140,7 @@ class Session:
 
     # ---- messages with a seq ----
 
-    def add_ops(self, message: Ops, frame: Any) -> list[tuple[tuple[int, ...], Any]]:
+    def add_ops(self, message: Ops, frame: Any) -> list[tuple[Group, Any]]:
         """Add a batch. Returns groups of nodes and the payload for each of them.
 
         Raises:
@@ -136,9 +150,24 @@ class Session:
         if self._check:
             verify_ops(unpack_checked(frame), self.graph.templates, self.graph.values)
         segments = self.graph.add_ops(message.seq, message.graph_id, frame)
+        if len(segments) == 1:
+            group = self._group(segments[0].route)
+            self._track(message.seq, group.nodes)
+            return [(group, frame)] if group.nodes else []
         plan = plan_batch(segments, frame, self.nodes)
-        self._track(message.seq, plan[0][0] if len(plan) == 1 else sum((nodes for nodes, _ in plan), ()))
-        return plan
+        self._track(message.seq, sum((nodes for nodes, _ in plan), ()))
+        return [(self._group_of(nodes), payload) for nodes, payload in plan]
+
+    def _group(self, route: Route) -> Group:
+        group = self._groups.get(route)
+        if group is None:
+            live = [node for node in route.nodes if node in self.nodes]
+            group = self._groups[route] = self._group_of(live)
+        return group
+
+    def _group_of(self, nodes: Iterable[int]) -> Group:
+        nodes = tuple(nodes)
+        return Group(nodes, tuple(map(self.nodes.__getitem__, nodes)))
 
     def add_upload(self, message: Upload, num_bytes: int) -> list[tuple[int, Upload]]:
         """Add a chunk of a value. Returns (node, message for it).
@@ -170,10 +199,11 @@ class Session:
         self.last_seq = seq
 
     def _track(self, seq: int, nodes: tuple[int, ...]) -> None:
-        for node in nodes:
-            self._sent[node] = seq
+        self._sent.update(dict.fromkeys(nodes, seq))
         self._in_flight.append((seq, nodes))
-        if not nodes:
+        if len(self._in_flight) == 1:
+            # Nobody can be done with what is only now being sent.
+            self._waiting.update(nodes)
             self._advance()
 
     def done(self, node: int, seq: int) -> None:
@@ -184,18 +214,22 @@ class Session:
         """
         if seq > self._sent.get(node, 0):
             raise GraphError(f"message {seq} of session {self.number} was reported done, and never sent")
-        self._done[node] = max(self._done[node], seq)
-        self._advance()
+        if seq <= self._done[node]:
+            return
+        self._done[node] = seq
+        if self._in_flight and seq >= self._in_flight[0][0]:
+            self._waiting.discard(node)
+            self._advance()
 
     def _advance(self) -> None:
+        """Credit the first messages that no node is to be waited for."""
         in_flight, done = self._in_flight, self._done
         before = self._credited
-        while in_flight:
-            seq, nodes = in_flight[0]
-            if not all(node not in done or done[node] >= seq for node in nodes):
-                break
-            self._credited = seq
-            in_flight.popleft()
+        while in_flight and not self._waiting:
+            self._credited, _ = in_flight.popleft()
+            if in_flight:
+                seq, nodes = in_flight[0]
+                self._waiting.update([node for node in nodes if node in done and done[node] < seq])
         if self._credited != before:
             self.graph.retire(self._credited)
 
@@ -270,7 +304,10 @@ class Session:
         """Check the invariants that the attributes state."""
         self.graph.validate()
         assert all(node in live_nodes for node in self.nodes)
-        assert set(self.node_of_device.values()) == self.nodes == self._done.keys() == self._sent.keys()
+        numbers = self.nodes.keys()
+        assert set(self.node_of_device.values()) == numbers == self._done.keys() == self._sent.keys()
+        for route, group in self._groups.items():
+            assert group == self._group_of(node for node in route.nodes if node in self.nodes)
         assert not self.node_of_device.keys() & self.lost_devices.keys()
         assert all(fetch.node in self.nodes for fetch in self.fetches.values())
         assert all(self._done[node] <= self._sent[node] <= self.last_seq for node in self.nodes)
@@ -278,9 +315,10 @@ class Session:
         assert seqs == sorted(set(seqs))
         assert all(self._credited < seq <= self.last_seq for seq in seqs)
         assert self._credit_told <= self._credited <= self.last_seq
-        if self._in_flight:
-            seq, nodes = self._in_flight[0]
-            assert any(self._done[n] < seq for n in nodes if n in self._done), "a message waits for nobody"
+        seq, nodes = self._in_flight[0] if self._in_flight else (0, ())
+        waiting = {node for node in nodes if node in self._done and self._done[node] < seq}
+        assert self._waiting == waiting, "it waits for other nodes than those that are not done"
+        assert waiting or not self._in_flight, "a message waits for nobody"
         assert all(segment.seq > self._credited for segment in self.graph.pending)
 
 

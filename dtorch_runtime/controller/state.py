@@ -295,21 +295,15 @@ class ControllerState:
 
     # ---- clients ----
 
-    def _node_peers(self, numbers: Sequence[int] | set[int]) -> list[int]:
-        return [node.peer for number in numbers if (node := self.membership.get(number)) is not None]
-
     def _on_ops(self, session: Session, message: Ops, frames: Sequence[Any]) -> None:
         subgraph = Subgraph(session=session.number, seq=message.seq)
-        for nodes, payload in session.add_ops(message, frames[0]):
-            self._actions.append(
-                Send(peers=tuple(self._node_peers(nodes)), message=subgraph, frames=(payload,))
-            )
+        for group, payload in session.add_ops(message, frames[0]):
+            self._actions.append(Send(peers=group.peers, message=subgraph, frames=(payload,)))
         self._send_credit(session)
 
     def _on_upload(self, session: Session, message: Upload, frames: Sequence[Any]) -> None:
         for node, part in session.add_upload(message, memoryview(frames[0]).nbytes):
-            for peer in self._node_peers([node]):
-                self._send(peer, part, frames)
+            self._send(session.nodes[node], part, frames)
         self._send_credit(session)
 
     def _on_fetch(self, session: Session, message: Fetch, frames: Sequence[Any]) -> None:
@@ -323,8 +317,7 @@ class ControllerState:
             value_id=message.value_id,
             device=message.device,
         )
-        for peer in self._node_peers([answer]):
-            self._send(peer, forwarded)
+        self._send(session.nodes[answer], forwarded)
 
     def _fail_fetch(self, session: Session, request_id: int, device: int, failure: FailureRecord) -> None:
         self._send(
@@ -334,16 +327,13 @@ class ControllerState:
 
     def _on_define_mesh(self, session: Session, message: DefineMesh, frames: Sequence[Any]) -> None:
         session.define_mesh(message.mesh)
-        self._broadcast(
-            self._node_peers(session.nodes), DefineMesh(session=session.number, mesh=message.mesh)
-        )
+        sent_on = DefineMesh(session=session.number, mesh=message.mesh)
+        self._broadcast(tuple(session.nodes.values()), sent_on)
 
     def _on_define_templates(self, session: Session, message: DefineTemplates, frames: Sequence[Any]) -> None:
         session.define_templates(message.templates)
-        self._broadcast(
-            self._node_peers(session.nodes),
-            DefineTemplates(session=session.number, templates=message.templates),
-        )
+        sent_on = DefineTemplates(session=session.number, templates=message.templates)
+        self._broadcast(tuple(session.nodes.values()), sent_on)
 
     def _on_client_bye(self, session: Session, message: ClientBye, frames: Sequence[Any]) -> None:
         self._lose(session.peer, "it said goodbye")
@@ -399,7 +389,7 @@ class ControllerState:
             self._actions.append(ForgetBeats(beat_name=beat_name(who)))
             self._forget(who)
             if isinstance(who, Session):
-                self._broadcast(self._node_peers(who.nodes), SessionEnded(session=who.number))
+                self._broadcast(tuple(who.nodes.values()), SessionEnded(session=who.number))
             else:
                 self._tell_of_lost_node(who, reason)
         self._actions.append(ForgetPeer(peer=peer))
