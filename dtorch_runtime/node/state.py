@@ -76,19 +76,23 @@ class _Broken(Exception):
     """The controller sent what the protocol does not allow."""
 
 
+#: Messages that are done and that the controller was not told of, at most, while there is more to do.
+_MAX_UNTOLD = 32
+
+
 class _SessionWork:
     """What one session has under way on this node."""
 
-    __slots__ = ("completed", "done", "done_told", "fetches", "outstanding")
+    __slots__ = ("completed", "done", "fetches", "num_untold", "outstanding")
 
     def __init__(self) -> None:
         #: Seqs that the executor was given and that are above ``done``, rising.
         self.outstanding: deque[int] = deque()
         #: Those of them that it has completed; never the first one.
         self.completed: set[int] = set()
-        #: Everything up to here is done; and up to there the controller knows.
+        #: Everything up to here is done; and so many messages of that the controller was not told of.
         self.done = 0
-        self.done_told = 0
+        self.num_untold = 0
         #: request id -> device, asked of the executor and not answered.
         self.fetches: dict[int, int] = {}
 
@@ -104,13 +108,23 @@ class _SessionWork:
         while outstanding and outstanding[0] in completed:
             self.done = outstanding.popleft()
             completed.remove(self.done)
+            self.num_untold += 1
+
+    def is_worth_telling(self) -> bool:
+        """Whether as much is done as there is left to do: the rest lasts until what the credit lets in has come.
+
+        So a node that is behind by many messages does not answer each of them: the controller has a thousand such
+        nodes, and what it reads from each is what a step costs it.
+        """
+        return 0 < self.num_untold >= min(len(self.outstanding), _MAX_UNTOLD)
 
     def validate(self) -> None:
         seqs = list(self.outstanding)
         assert seqs == sorted(set(seqs))
         assert self.completed <= set(seqs)
         assert not seqs or (self.done < seqs[0] and seqs[0] not in self.completed)
-        assert self.done_told <= self.done
+        assert not self.num_untold or self.outstanding, "idle, and the controller does not know"
+        assert self.num_untold < _MAX_UNTOLD
 
 
 _NUM_FRAMES: dict[type[Message], int] = {Subgraph: 1, Upload: 1}
@@ -305,8 +319,8 @@ class NodeState:
             elif work.fetches.pop(event.request_id, None) is not None:
                 self._answer_fetch(event)
         for session, work in touched.items():
-            if work.done != work.done_told:
-                work.done_told = work.done
+            if work.is_worth_telling():
+                work.num_untold = 0
                 self._send(Done(session=session, seq=work.done))
 
     def _answer_fetch(self, event: ValueReady | ValueMissing) -> None:

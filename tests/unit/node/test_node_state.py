@@ -166,6 +166,20 @@ def test_done_tells_up_to_where_nothing_is_missing(rig: Rig) -> None:
     assert rig.state.num_outstanding == 0
 
 
+@pytest.mark.parametrize(
+    ("num_messages", "told"),
+    [(1, [1]), (2, [1, 2]), (4, [2, 3, 4]), (12, [6, 9, 11, 12]), (100, [32, 64, 82, 91, 96, 98, 99, 100])],
+)
+def test_done_is_told_when_as_much_is_done_as_there_is_left(
+    rig: Rig, num_messages: int, told: list[int]
+) -> None:
+    """And always of the last message: nobody else would make the controller hear of it."""
+    for seq in range(1, num_messages + 1):
+        rig.receive(Subgraph(session=1, seq=seq), b"")
+    sent = [message for seq in range(1, num_messages + 1) for message in rig.report(done(seq))]
+    assert sent == [Done(session=1, seq=seq) for seq in told]
+
+
 def test_one_done_for_a_batch_of_reports_and_failures_before_it(rig: Rig) -> None:
     rig.receive(SessionOpened(session=2))
     for seq in (1, 2, 3):
