@@ -7,6 +7,7 @@ import sys
 
 COMMANDS = (
     ["benchmarks.startup"],
+    ["benchmarks.scale"],
     ["benchmarks.overhead"],
     ["benchmarks.captured"],
     ["benchmarks.miss"],

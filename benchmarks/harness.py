@@ -19,7 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
+#: Where results are kept; and where this run writes them, which is elsewhere when they are only to be compared.
+KEPT_RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", KEPT_RESULTS))
+#: The peer of a figure that nobody else has: a fixed piece of Python, so that two machines can be compared.
+YARDSTICK = "yardstick"
 
 
 @dataclass
@@ -48,8 +52,30 @@ def timed(run: Callable[[], Any], count: int = 1) -> float:
     return (time.perf_counter() - start) / count
 
 
+def yardstick_us(repeats: int = 101) -> float:
+    """Microseconds of the processor for 1,000 turns of a loop that does what ours do: calls, dicts, small objects."""
+    table: dict[int, tuple[int, int]] = {}
+
+    def put(key: int) -> int:
+        table[key % 64] = (key, key + 1)
+        return table.get(key, (key, key))[0]
+
+    def run() -> float:
+        start = time.thread_time()
+        for key in range(1000):
+            put(key)
+        return time.thread_time() - start
+
+    return median_of(run, repeats, warm=10) * 1e6
+
+
 def report(name: str, rows: list[Row]) -> None:
-    """Print the table and write ``results/<date>-<name>.json``."""
+    """Print the table and write ``results/<date>-<name>.json``. A time that has no peer gets the yardstick for one."""
+    stick_s = yardstick_us() / 1e6
+    for row in rows:
+        per_second = {"us": 1e6, "us/op": 1e6, "ms": 1e3, "s": 1.0}.get(row.unit)
+        if not row.peers and per_second is not None:
+            row.peers[YARDSTICK] = stick_s * per_second
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
     table = Table(title=f"{name} (medians; every column of a row from the same run)")
     for column in ("figure", "unit", "dtorch", *peers, "goal", "met"):
@@ -59,10 +85,10 @@ def report(name: str, rows: list[Row]) -> None:
         values = [f"{row.peers[peer]:.4g}" if peer in row.peers else "-" for peer in peers]
         table.add_row(row.figure, row.unit, f"{row.dtorch:.4g}", *values, row.goal, met)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-{name}.json"
     path.write_text(json.dumps(environment() | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    print(f"written: {path.relative_to(RESULTS.parent.parent)}")
+    print(f"written: {os.path.relpath(path)}")
 
 
 def environment() -> dict[str, Any]:
@@ -88,7 +114,7 @@ def _version(package: str) -> str:
 
 def _git(*arguments: str) -> str:
     result = subprocess.run(
-        ["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent, check=False
+        ["git", *arguments], capture_output=True, text=True, cwd=KEPT_RESULTS.parent, check=False
     )
     return result.stdout.strip() or ("unknown" if arguments[0] == "rev-parse" else "")
 
