@@ -71,6 +71,19 @@ def test_what_strict_mode_refuses_is_left_out_on_both_sides() -> None:
     assert Run((2,), "auto").step("v0 = make(1, (4,), torch.float64, [Partial('sum')], False).exp_()")
 
 
+def test_a_line_that_is_refused_halfway_leaves_both_sides_the_same() -> None:
+    lines = (
+        "v0 = make(64, (6, 1), torch.float64, [Shard(0)], False)",
+        "v1 = make(161, (6,), torch.float64, [Replicate()], True)",
+        "v2 = v0.flatten(0)",
+        "v3 = v2.squeeze()",
+        "v2.copy_(v1)",
+        "v4 = v3.diff(dim=0)",  # refused by an op inside, after others have seen v3
+        "v3.add_(2)",
+    )
+    assert run(Program((2,), "strict", lines)) == (*lines[:5], lines[6])
+
+
 def test_a_failure_that_no_value_shows_is_found() -> None:
     started = Run((2,), "strict")
     assert started.step("v0 = make(1, (4,), torch.float64, [Replicate()], False)")

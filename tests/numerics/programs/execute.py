@@ -85,6 +85,7 @@ class Run:
             if line.startswith("backward"):
                 for tensor in _tensors(self.remote).values():
                     tensor.grad = None
+            self._look_at_history()
             return False
         expected = _error_of(code, self.plain, nullcontext())
         if refused is not None and expected is None:
@@ -94,6 +95,15 @@ class Run:
             raise Ended
         self._has_short_floats |= any(value.dtype is torch.float32 for value in _tensors(self.plain).values())
         return refused is None
+
+    def _look_at_history(self) -> None:
+        """Torch refuses a write through a view of what has a history since, unless somebody has looked at that.
+
+        A line that was refused on the way has, on one side.
+        """
+        for side in (self.plain, self.remote):
+            for tensor in _tensors(side).values():
+                is_leaf(tensor)
 
     def _check_late_refusal(self, line: str, expected: Exception) -> None:
         """A kernel may refuse what the client let through; the error is in the values then."""
