@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from dtorch.parallel.cache import static_cache
 from dtorch.parallel.distribute import parallelize
 from dtorch.parallel.report import LayerRow, Report, describe
 
-__all__ = ["LayerRow", "Report", "describe", "parallelize"]
+__all__ = ["LayerRow", "Report", "describe", "parallelize", "static_cache"]

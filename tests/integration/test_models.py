@@ -88,6 +88,36 @@ def test_variants_give_the_logits_of_plain_torch(overrides: dict[str, Any]) -> N
     torch.testing.assert_close(output.logits.cpu(), expected.logits.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["one device", "tp=2", "tp=2 across nodes", "dp=2 x tp=2, a copy on each node"]
+)
+def test_a_captured_step_decodes_the_tokens_of_plain_torch(name: str) -> None:
+    @dtorch.capture
+    def step(model: Any, token: Any, cache: Any) -> Any:
+        return model(input_ids=token, cache=cache).logits[:, -1:].argmax(-1)
+
+    ids = prompt(batch=2)
+    expected = generate(tiny_llama(), ids)
+    model = dtorch.parallelize(tiny_llama(), mesh_of(name))
+    with torch.no_grad():
+        for _ in range(2):  # each answer has a cache of its own
+            cache = dtorch.parallel.static_cache(model, 32, batch_size=2)
+            token = step.__wrapped__(model, ids.to("dtorch"), cache)
+            tokens = [ids.to("dtorch"), token]
+            for _ in range(NUM_TOKENS - 1):
+                token = step(model, token, cache)
+                tokens.append(token)
+            assert torch.cat(tokens, 1).tolist() == expected
+    assert dtorch.capture.explain(step).count(f"1 recording, {NUM_TOKENS - 2} replays, 0 calls without") == 2
+
+
+def test_a_cache_for_a_model_that_is_on_no_mesh_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="parallelize"):
+        dtorch.parallel.static_cache(tiny_llama(), 8)
+    with pytest.raises(UnsupportedError, match="got Perceptron"):
+        dtorch.parallel.static_cache(dtorch.parallelize(Perceptron(), mesh_of("tp=2"), {}), 8)
+
+
 class Perceptron(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
