@@ -237,7 +237,7 @@ def seqs_told(num_messages: int) -> list[int]:
     ]
 
 
-def median_us(run: Callable[[], float], repeats: int = REPEATS) -> float:
+def median_us(run: Callable[[], float], repeats: int) -> float:
     """The median of what ``run`` returns in seconds, after two runs that do not count."""
     run(), run()
     gc.collect()
@@ -258,7 +258,7 @@ class Costs(NamedTuple):
     num_bytes: float
 
 
-def measure(num_nodes: int) -> Costs:
+def measure(num_nodes: int, repeats: int = REPEATS) -> Costs:
     """The costs with ``num_nodes`` nodes."""
     cluster = Cluster(num_nodes)
     told = seqs_told(AHEAD)
@@ -276,8 +276,8 @@ def measure(num_nodes: int) -> Costs:
         cluster.done(cluster.seq)
         return elapsed_s / BATCH_OPS
 
-    cost_us = {run.__name__: median_us(run) for run in (waited, ahead, batch)}
-    define_us = median_us(cluster.define_step, 7)
+    cost_us = {run.__name__: median_us(run, repeats) for run in (waited, ahead, batch)}
+    define_us = median_us(cluster.define_step, min(repeats, 7))
     link = cluster.link
     link.num_messages = link.num_bytes = 0
     waited()
@@ -350,7 +350,7 @@ def rows_of(costs: dict[int, Costs], sockets_us: tuple[float, float]) -> list[Ro
     """The table. Growth is held against that of the logarithm of the number of nodes."""
     rows = []
     for num_nodes, cost in costs.items():
-        where = f"{num_nodes} nodes"
+        where = f"{num_nodes} node" + "s" * (num_nodes > 1)
         is_last = num_nodes == NUM_NODES[-1]
         peers = {YARDSTICK: cost.yardstick}
         step = Row(f"step, waited for, {where}", "us", cost.waited, peers)
