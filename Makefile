@@ -21,10 +21,10 @@ export PROMPT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-ops operators check format bench clean
+.PHONY: help demo test test-all test-ops operators check format bench bench-check clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo '  variables: VENV=.venv  PYTHON=python3  PROMPT="..." (demo)  ARGS="..." (demo, pytest, bench)'
 
 demo: $(STAMPS)/demo $(STAMPS)/model  ## a language model answers from a cluster on this machine; PROMPT="..."
@@ -55,6 +55,9 @@ format: $(STAMPS)/dev  ## rewrite the sources as `make check` wants them
 
 bench: $(STAMPS)/dev $(STAMPS)/model  ## run the benchmarks, beside plain torch and DTensor
 	$(PY) -m benchmarks $(ARGS)
+
+bench-check: $(STAMPS)/dev  ## run the cheap benchmarks again; fails where one became worse; ARGS="scale --runs 5"
+	$(PY) -m benchmarks.check $(ARGS)
 
 clean:  ## remove the virtual environment and everything that was generated
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
