@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from dtorch.batches import Batches
-from dtorch.failures import check_devices, error_of
+from dtorch.failures import check_devices, error_of, named
 from dtorch.future import ClusterFuture, SyncFuture, TensorFuture
 from dtorch.graph import DEFAULT_AXIS, Graph, Handle
 from dtorch.location import describe
@@ -413,7 +413,7 @@ class Session:
 
     def _receive(self, message: Sequence[Any]) -> None:
         try:
-            event = decode_to_client(message[0])
+            event = named(decode_to_client(message[0]), self)
         except MalformedMessage as error:
             _logger.warning("dropped a message of the controller: %s", error)
             return

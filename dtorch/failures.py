@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from dtorch.location import describe
+import msgspec
+
+from dtorch.location import UNKNOWN, describe
+from dtorch.memory import handles_of, named_value, shortage_text
 from dtorch_runtime.errors import (
     DTorchError,
     InternalError,
@@ -14,7 +19,14 @@ from dtorch_runtime.errors import (
     RemoteOpError,
 )
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.wire.records import FailureRecord, NodeRecord
+from dtorch_runtime.wire.records import FailureRecord, NodeRecord, ShortageRecord
+
+if TYPE_CHECKING:  # a session makes errors of failures
+    from dtorch.connection import Session
+
+#: Failures that are remembered with the names of their values: each arrives once for each value that depends on it.
+_MAX_KNOWN = 64
+_known: WeakKeyDictionary[Session, dict[str, FailureRecord]] = WeakKeyDictionary()
 
 
 def error_of(failure: FailureRecord) -> DTorchError:
@@ -27,11 +39,46 @@ def error_of(failure: FailureRecord) -> DTorchError:
             device=failure.device,
             node=failure.node,
             error_type=failure.error_type,
-            message=failure.message,
+            message=failure.message + _shortage(failure),
             traceback=failure.traceback,
         )
         return RemoteOpError(remote, describe(failure.location_id))
     return InternalError(f"{failure.op} on device {failure.device}: {failure.message}\n{failure.traceback}")
+
+
+def named(event: Any, session: Session) -> Any:
+    """What arrived from the cluster; a failure for want of memory with the names of values that only this side knows.
+
+    They are looked up at once, because the program may drop its tensors before it sees the error.
+    """
+    failure: FailureRecord | None = getattr(event, "failure", None)
+    if failure is None or failure.shortage is None:
+        return event
+    known = _known.setdefault(session, {})
+    if failure.failure_id not in known:
+        while len(known) >= _MAX_KNOWN:
+            del known[next(iter(known))]
+        known[failure.failure_id] = _named_failure(failure, failure.shortage, session)
+    return msgspec.structs.replace(event, failure=known[failure.failure_id])
+
+
+def _named_failure(failure: FailureRecord, shortage: ShortageRecord, session: Session) -> FailureRecord:
+    wanted = {shortage.value_id, *(value.value_id for value in shortage.held.largest)}
+    handles = handles_of(session, wanted)
+    largest = [named_value(value, handles) for value in shortage.held.largest]
+    held = msgspec.structs.replace(shortage.held, largest=largest)
+    location_id = failure.location_id
+    if (
+        location_id == UNKNOWN and shortage.value_id in handles
+    ):  # an upload, which the cluster knows no line of
+        location_id = handles[shortage.value_id].location
+    return msgspec.structs.replace(
+        failure, location_id=location_id, shortage=msgspec.structs.replace(shortage, held=held)
+    )
+
+
+def _shortage(failure: FailureRecord) -> str:
+    return "" if failure.shortage is None else "\n" + shortage_text(failure.shortage)
 
 
 def check_devices(

@@ -51,13 +51,15 @@ class Settings:
     num_threads: int = 0
     #: Agents keep the memory that tensors have freed for later ones: quicker, and their resident size stays high.
     keep_memory: bool = True
+    #: Bytes that the values on one device may hold, of all sessions; 0 sets no limit.
+    device_memory_bytes: int = 0
     #: Check the invariants of every state machine and plan while running (slow).
     check: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            zero_allowed = field.name == "num_threads"
+            zero_allowed = field.name in ("num_threads", "device_memory_bytes")
             if field.type == "bool":
                 ok = isinstance(value, bool)
             elif field.type == "int":

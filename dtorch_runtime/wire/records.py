@@ -165,10 +165,51 @@ class TemplateRecord(msgspec.Struct, frozen=True, array_like=True):
         return 2 + self.num_inputs + self.num_outputs + self.num_scalars
 
 
+class LiveValueRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that values of one device share, and the first of them: its id, and the op that made it.
+
+    ``op`` is empty where the worker does not know it: then the client may.
+    """
+
+    value_id: int
+    num_bytes: int
+    num_values: int
+    op: str = ""
+    location_id: int = 0
+
+
+class DeviceMemoryRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What the values of a session hold on one device. Memory that several share counts once.
+
+    ``peak_bytes`` is -1 when it is not measured, ``limit_bytes`` 0 when there is none. ``largest`` comes first.
+    """
+
+    device: int
+    current_bytes: int
+    peak_bytes: int
+    limit_bytes: int
+    num_values: int
+    largest: list[LiveValueRecord]
+
+
+class ShortageRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Why an op found no memory: what it asked for, and what the values of the device hold.
+
+    ``asked_bytes`` is -1 when the allocator did not say. ``value_id`` is the first value that it was to make, or 0.
+    ``other_bytes`` are held by other sessions, as far as a limit counts them.
+    """
+
+    asked_bytes: int
+    other_bytes: int
+    value_id: int
+    held: DeviceMemoryRecord
+
+
 class FailureRecord(msgspec.Struct, frozen=True, array_like=True):
     """Why a value does not exist. ``kind`` is op (a kernel raised), node (a node is lost) or internal.
 
-    ``failure_id`` is equal wherever the same failure arrives, so that it is reported once.
+    ``failure_id`` is equal wherever the same failure arrives, so that it is reported once. ``shortage`` is there when
+    the op found no memory.
     """
 
     kind: str
@@ -180,6 +221,7 @@ class FailureRecord(msgspec.Struct, frozen=True, array_like=True):
     error_type: str
     message: str
     traceback: str
+    shortage: ShortageRecord | None = None
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):

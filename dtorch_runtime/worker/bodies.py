@@ -20,6 +20,7 @@ from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.arguments import Expressions, Runner
 from dtorch_runtime.worker.blobs import Blobs
 from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
+from dtorch_runtime.worker.ledger import Ledger
 
 #: Moves a device's piece: ``(value, its id, id of the result, location) -> new piece``.
 Mover: TypeAlias = Callable[[Any, int, int, int], Any]
@@ -49,6 +50,7 @@ class CompiledBody:
         device: int,
         torch_device: torch.device,
         find_mover: FindMover,
+        ledger: Ledger | None = None,
     ) -> None:
         """Generate it.
 
@@ -56,11 +58,12 @@ class CompiledBody:
             steps: of the body.
             blobs: the values of the session on the device; read and written by the runner.
             find_mover: how redistributions are done.
+            ledger: counts what values hold, if that is wanted.
 
         Raises:
             InternalFailure: a template contradicts itself.
         """
-        writer = _Writer(record, meshes, device, torch_device, find_mover)
+        writer = _Writer(record, meshes, device, torch_device, find_mover, ledger)
         for step in steps:
             writer.add(step)
         source = writer.finish()
@@ -100,12 +103,14 @@ class _Writer:
         device: int,
         torch_device: torch.device,
         find_mover: FindMover,
+        ledger: Ledger | None,
     ) -> None:
         self._record = record
         self._meshes = meshes
         self._device = device
         self._torch_device = torch_device
         self._find_mover = find_mover
+        self._ledger = ledger
         self.constants: list[Any] = []
         self._names: dict[int, str] = {}
         self._lines: list[str] = []
@@ -115,11 +120,16 @@ class _Writer:
         self._num_outer = record.num_inputs + record.num_outputs
         #: Values that this device has by now; inputs are looked up where they are first used.
         self._held: set[int] = set()
+        self._freed: set[int] = set()
 
     def add(self, step: Step) -> None:
         first = len(self._lines)
         if isinstance(step, BodyFree):
-            self._lines += [f"v{value} = None" for value in step.values if value in self._held]
+            for value in step.values:
+                if value in self._held:
+                    self._release(value)
+                    self._lines.append(f"v{value} = None")
+                    self._freed.add(value)
         elif step.template.op == REDISTRIBUTE:
             self._move(step)
         elif any(self._takes_part(mesh_id) for mesh_id in step.template.mesh_ids):
@@ -132,6 +142,9 @@ class _Writer:
         for value in range(self._record.num_inputs + 1, self._num_outer + 1):
             if value in self._held:
                 self._lines.append(f"blobs[words[i + {1 + value}]] = v{value}")
+        for value in sorted(self._held - self._freed):
+            if value > self._num_outer:
+                self._release(value)
         self._lines.append(f"return i + {self._record.width}")
         names = ", ".join(("blobs", *(f"c{index}" for index in range(len(self.constants)))))
         body = "\n".join(f"        {line}" for line in self._lines)
@@ -157,12 +170,17 @@ class _Writer:
         if not wanted:
             self._lines.append(call)
         elif len(step.outputs) == 1 and kernel.returns_one:
-            self._lines.append(f"v{wanted[0]} = {call}")
+            self._lines.append(f"v{wanted[0]} = {self._counted(wanted[0], call, step)}")
         else:
             targets = ", ".join(f"v{value}" if value else "_" for value in step.outputs)
             spread = self._constant(kernel.spread)
-            self._lines.append(f"{targets}, = {spread}({call}, {len(step.outputs)})")
+            results = self._counted_all(step, f"{spread}({call}, {len(step.outputs)})")
+            self._lines.append(f"{targets}, = {results}")
         self._held.update(wanted)
+        if self._ledger is not None:
+            remeasure = self._constant(self._ledger.remeasure)
+            for index in template.mutates:
+                self._lines.append(f"{remeasure}(v{step.inputs[index]})")
 
     def _move(self, step: BodyOp) -> None:
         move, is_source, is_target = self._find_mover(step.template)
@@ -172,9 +190,30 @@ class _Writer:
         source, target = self._id(step.inputs[0]), self._id(step.outputs[0])
         call = f"{self._constant(move)}({value}, {source}, {target}, {step.location_id})"
         if is_target:
-            call = f"v{step.outputs[0]} = {call}"
+            call = f"v{step.outputs[0]} = {self._counted(step.outputs[0], call, step)}"
             self._held.add(step.outputs[0])
         self._lines.append(call)
+
+    def _counted(self, value: int, call: str, step: BodyOp) -> str:
+        """A call whose result the ledger counts, before the result has a name: what is too large gets none."""
+        if self._ledger is None:
+            return call
+        hold = self._constant(self._ledger.hold_inner)
+        return f"{hold}({self._id(value)}, {call}, {self._origin(step)})"
+
+    def _counted_all(self, step: BodyOp, call: str) -> str:
+        if self._ledger is None:
+            return call
+        hold = self._constant(self._ledger.hold_results)
+        ids = ", ".join(self._id(value) if value else "0" for value in step.outputs)
+        return f"{hold}(({ids},), {call}, {self._origin(step)})"
+
+    def _release(self, value: int) -> None:
+        if self._ledger is not None:
+            self._lines.append(f"{self._constant(self._ledger.release)}({self._id(value)})")
+
+    def _origin(self, step: BodyOp) -> str:
+        return self._constant((step.template.op, step.location_id))
 
     def _value(self, value: int) -> str:
         if value <= self._record.num_inputs and value not in self._held:

@@ -31,7 +31,8 @@ from dtorch_runtime.worker.collectives.base import Network
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
 from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
-from dtorch_runtime.worker.failures import InternalFailure
+from dtorch_runtime.worker.failures import InternalFailure, asked_bytes_of
+from dtorch_runtime.worker.ledger import DeviceTotal
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
@@ -160,6 +161,8 @@ class WorkerExecutor:
             TransferPlanner(node_name, self._local, self._node_of), self._exchange, self._network, run_ahead
         )
         self._workers: dict[int, Worker] = {}
+        #: What the sessions hold, by device.
+        self._totals: dict[int, DeviceTotal] = {}
         self._sessions: dict[int, _OpenSession] = {}
         self._failures_lock = threading.Lock()
         self._reported: dict[int, set[str]] = {}
@@ -210,7 +213,7 @@ class WorkerExecutor:
             values.end()
         self._exchange.abort(session)
         for worker, values in entry.devices.values():
-            worker.submit(values.blobs.clear)
+            worker.submit(values.clear)
         with self._failures_lock:
             self._reported.pop(session, None)
 
@@ -267,11 +270,11 @@ class WorkerExecutor:
     def _refuse_upload(
         self, entry: _OpenSession, message: Upload, devices: Sequence[int], error: Exception
     ) -> None:
+        if asked_bytes_of(error) is None:
+            error = InternalFailure(str(error))
         for device in devices:
             worker, values = entry.devices[device]
-            failure = values.fail("upload", InternalFailure(str(error)), message.value_id)
-            self._report_failure(message.session, failure)
-            worker.submit(partial(values.blobs.__setitem__, message.value_id, Poison(failure)))
+            worker.submit(partial(_refuse, values, message.value_id, error))
 
     def fetch(self, session: int, request_id: int, value_id: int, device: int) -> None:
         entry = self._open(session)
@@ -351,8 +354,15 @@ class WorkerExecutor:
                 f"dtorch-{self._node}-{device}", partial(self._new_stream, torch_device), self._share
             )
             self._workers[device] = worker
+            self._totals[device] = DeviceTotal(self._settings.device_memory_bytes)
         values = DeviceSession(
-            entry.shared, device, torch_device, self._node, self._redistributor, self._report_failure
+            entry.shared,
+            device,
+            torch_device,
+            self._node,
+            self._redistributor,
+            self._report_failure,
+            self._totals[device],
         )
         entry.devices[device] = (worker, values)
 
@@ -399,9 +409,15 @@ def _run_batch(values: DeviceSession, seq: int, words: list[int], ticket: _Ticke
 
 
 def _place(values: DeviceSession, value_id: int, shared: _SharedUpload, torch_device: torch.device) -> None:
-    tensor = shared.take()
+    if values.session.is_ended:
+        shared.take()
+    else:
+        values.place(value_id, lambda: shared.take().to(torch_device))
+
+
+def _refuse(values: DeviceSession, value_id: int, error: Exception) -> None:
     if not values.session.is_ended:
-        values.blobs[value_id] = tensor.to(torch_device)
+        values.refuse_upload(value_id, error)
 
 
 def _torch_device(device_type: str, index: int) -> torch.device:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtorch_runtime.wire.records import FailureRecord
+import torch
+
+from dtorch_runtime.wire.records import FailureRecord, ShortageRecord
 
 
 class SessionEnded(Exception):
@@ -19,6 +22,33 @@ class InternalFailure(Exception):
 
 class PeerLost(Exception):
     """A device that should have taken part in an exchange is gone with its node."""
+
+
+class OutOfMemoryError(Exception):
+    """The values of a device would hold more than they may."""
+
+    def __init__(self, asked_bytes: int) -> None:
+        self.asked_bytes = asked_bytes
+        super().__init__("the values of the device would hold more than DTORCH_DEVICE_MEMORY_BYTES")
+
+
+#: How torch and CuPy say what could not be had: "tried to allocate 20.00 MiB", "allocating 1,024 bytes".
+_ASKED = re.compile(r"allocat\w* ([\d.,]+) ?(bytes|KiB|MiB|GiB|TiB)")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def asked_bytes_of(error: BaseException) -> int | None:
+    """The bytes that an op asked for in vain, -1 when its error does not say; None when it has another error."""
+    if isinstance(error, OutOfMemoryError):
+        return error.asked_bytes
+    text = str(error)
+    is_shortage = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "out of memory" in text.lower())
+    )
+    if not is_shortage:
+        return None
+    found = _ASKED.search(text)
+    return -1 if found is None else round(float(found[1].replace(",", "")) * _UNITS[found[2]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +67,10 @@ class OpSite:
         return f"{self.session}:{self.seq}:{'.'.join(map(str, self.record))}"
 
 
-def failure_of(error: BaseException, site: OpSite, device: int, node: str) -> FailureRecord:
-    """The record of an exception that an op raised."""
+def failure_of(
+    error: BaseException, site: OpSite, device: int, node: str, shortage: ShortageRecord | None = None
+) -> FailureRecord:
+    """The record of an exception that an op raised; with ``shortage`` for one that found no memory."""
     kind = "op"
     if isinstance(error, InternalFailure):
         kind = "internal"
@@ -54,4 +86,5 @@ def failure_of(error: BaseException, site: OpSite, device: int, node: str) -> Fa
         error_type=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
+        shortage=shortage,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +10,14 @@ import torch
 from dtorch_runtime.ir.body import expand, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import layout_from_record
-from dtorch_runtime.ir.stream import FREE
-from dtorch_runtime.wire.records import FailureRecord, TemplateRecord, TransferArg
+from dtorch_runtime.ir.stream import FREE, walk
+from dtorch_runtime.wire.records import (
+    DeviceMemoryRecord,
+    FailureRecord,
+    ShortageRecord,
+    TemplateRecord,
+    TransferArg,
+)
 from dtorch_runtime.worker import (
     dynamic_kernels as _dynamic_kernels,  # noqa: F401  registers its kernels
     shard_kernels as _shard_kernels,  # noqa: F401  registers its kernels
@@ -19,9 +25,27 @@ from dtorch_runtime.worker import (
 from dtorch_runtime.worker.arguments import Runner, compile_runner, free_runner, skip_runner
 from dtorch_runtime.worker.blobs import Blobs, Poison, check_plain, dtype_of, poison_with_aliases
 from dtorch_runtime.worker.bodies import CompiledBody, Mover
-from dtorch_runtime.worker.failures import InternalFailure, OpSite, SessionEnded, failure_of
+from dtorch_runtime.worker.failures import (
+    InternalFailure,
+    OpSite,
+    SessionEnded,
+    asked_bytes_of,
+    failure_of,
+)
 from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
+from dtorch_runtime.worker.ledger import (
+    UNKNOWN,
+    CountedBlobs,
+    DeviceTotal,
+    Ledger,
+    Origin,
+    groups_of,
+    memory_record,
+)
 from dtorch_runtime.worker.redistribute import Redistributor, check_piece
+
+#: Values that are told of with a failure for want of memory.
+_NUM_TOLD = 5
 
 
 class ReportFailure(Protocol):
@@ -38,6 +62,8 @@ class Session:
         self.templates: dict[int, TemplateRecord] = {}
         self.meshes: dict[int, DeviceMesh] = {}
         self.is_ended = False
+        #: Whether the peak of what values hold is measured; devices that join later do so too.
+        self.is_measured = False
 
 
 class _Runners(dict[int, Runner]):
@@ -60,6 +86,7 @@ class DeviceSession:
         device: the cluster-wide id.
         torch_device: where its tensors are.
         node: the name of the agent, for failures.
+        total: what all sessions hold on the device, and how much they may.
     """
 
     def __init__(
@@ -70,6 +97,7 @@ class DeviceSession:
         node: str,
         redistributor: Redistributor,
         report_failure: ReportFailure,
+        total: DeviceTotal | None = None,
     ) -> None:
         self.session = session
         self.blobs: Blobs = {}
@@ -82,6 +110,11 @@ class DeviceSession:
         self._runners = _Runners(self._make_runner)
         #: Templates with a body that have run, by id.
         self._bodies: dict[int, CompiledBody] = {}
+        self._total = total or DeviceTotal()
+        #: Counts what the values hold, while there is a limit or somebody wants to know the peak.
+        self._ledger: Ledger | None = None
+        if self._total.limit_bytes or session.is_measured:
+            self._count(Ledger(self._total, self._reclaim))
 
     def end(self) -> None:
         """Make the batch that runs now stop at its next op. Called from the agent's loop."""
@@ -108,7 +141,100 @@ class DeviceSession:
     def fail(self, op: str, error: Exception, *record: int) -> FailureRecord:
         """A failure of something that is no op: an upload or a fetch."""
         site = OpSite(self.session.number, self._seq, op, 0, record)
-        return failure_of(error, site, self._device, self._node)
+        return failure_of(error, site, self._device, self._node, self._shortage(error, record[:1]))
+
+    def place(self, value_id: int, make: Callable[[], torch.Tensor]) -> None:
+        """A value that was uploaded: ``make`` brings it to the device."""
+        try:
+            tensor = make()
+            if self._ledger is not None:
+                self._ledger.origin, self._ledger.words = ("upload", 0), ()
+            self.blobs[value_id] = tensor
+        except Exception as error:  # noqa: BLE001  whoever uses the value gets it
+            self.refuse_upload(value_id, error)
+
+    def refuse_upload(self, value_id: int, error: Exception) -> None:
+        """There is no such value, and why."""
+        failure = self.fail("upload", error, value_id)
+        self._report_failure(self.session.number, failure)
+        self.blobs[value_id] = Poison(failure)
+
+    # ---- memory ----
+
+    def memory(self, num_largest: int, peak: str) -> DeviceMemoryRecord:
+        """What the values hold now; ``peak`` is "keep", "reset" (to this, measured from now on) or "stop"."""
+        if peak == "reset":
+            if self._ledger is None:
+                self._count(Ledger(self._total, self._reclaim))
+            else:
+                self._ledger.reset_peak()
+        elif peak == "stop" and self._ledger is not None and not self._total.limit_bytes:
+            self._count(None)
+        return self._memory(num_largest, lambda value_id: UNKNOWN)
+
+    def clear(self) -> None:
+        """Drop every value."""
+        self.blobs.clear()
+
+    def _count(self, ledger: Ledger | None) -> None:
+        """Count what the values hold from now on, or no more. Not while a batch runs: runners know their blobs."""
+        before, self._ledger = self._ledger, ledger
+        self.blobs = dict(self.blobs) if ledger is None else CountedBlobs(ledger, self.blobs)
+        if before is not None:
+            before.clear()
+        self._runners.clear()
+        self._bodies.clear()
+
+    def _reclaim(self) -> None:
+        """Free what the running batch frees later and no op needs before.
+
+        The program has dropped it: dropped values are told of behind later ops, several at once.
+        """
+        assert self._ledger is not None
+        words, templates = self._ledger.words[self._ledger.start :], self.session.templates
+        used: set[int] = set()
+        for start, stop in walk(words, {number: template.width for number, template in templates.items()}):
+            if words[start] == FREE:
+                for value_id in words[start + 2 : stop]:
+                    if value_id not in used:
+                        self.blobs.pop(value_id, None)
+            else:
+                used.update(words[start + 2 : start + 2 + templates[words[start]].num_inputs])
+
+    def _memory(self, num_largest: int, origin_of: Callable[[int], Origin]) -> DeviceMemoryRecord:
+        ledger, limit_bytes = self._ledger, self._total.limit_bytes
+        if ledger is None:
+            return memory_record(self._device, groups_of(self.blobs, origin_of), -1, limit_bytes, num_largest)
+        return memory_record(self._device, ledger.groups(), ledger.peak_bytes, limit_bytes, num_largest)
+
+    def _shortage(
+        self, error: Exception, made: Sequence[int], words: Sequence[int] = ()
+    ) -> ShortageRecord | None:
+        """What the values hold, when the error is want of memory.
+
+        Args:
+            made: ids of what the op was to make.
+            words: records that have run before it, which name what they made.
+        """
+        asked_bytes = asked_bytes_of(error)
+        if asked_bytes is None:
+            return None
+        origins = self._origins(words)
+        held = self._memory(_NUM_TOLD, lambda value_id: origins.get(value_id, UNKNOWN))
+        other_bytes = self._ledger.other_bytes if self._ledger is not None else 0
+        return ShortageRecord(asked_bytes, other_bytes, next(filter(None, made), 0), held)
+
+    def _origins(self, words: Sequence[int]) -> dict[int, Origin]:
+        templates = self.session.templates
+        widths = {number: template.width for number, template in templates.items()}
+        found: dict[int, Origin] = {}
+        for start, _ in walk(words, widths):
+            if words[start] != FREE:
+                record = templates[words[start]]
+                first = start + 2 + record.num_inputs
+                outputs = words[first : first + record.num_outputs]
+                found.update(dict.fromkeys(outputs, (record.op, words[start + 1])))
+        return found
 
     def _after_error(self, words: list[int], i: int, error: Exception) -> int:
         """Poison what the failed op was to make; returns where the next record starts."""
@@ -149,7 +275,10 @@ class DeviceSession:
     def _new_poison(self, record: TemplateRecord, words: list[int], i: int, error: Exception) -> Poison:
         words_of_op = words[i : i + record.width]
         site = OpSite(self.session.number, self._seq, record.op, words[i + 1], words_of_op)
-        failure = failure_of(error, site, self._device, self._node)
+        first = 2 + record.num_inputs
+        made = words_of_op[first : first + record.num_outputs]
+        shortage = self._shortage(error, made, words[:i])
+        failure = failure_of(error, site, self._device, self._node, shortage)
         self._report_failure(self.session.number, failure)
         return Poison(failure)
 
@@ -171,7 +300,7 @@ class DeviceSession:
             if record.body is not None:
                 return self._body_runner(record)
             if record.op == REDISTRIBUTE:
-                return self._transfer_runner(record)
+                return self._counted_runner(record, self._transfer_runner(record))
             runner = compile_runner(
                 find_kernel(record.op),
                 record,
@@ -180,7 +309,7 @@ class DeviceSession:
                 self._device,
                 self._torch_device,
             )
-            return self._first_runner(template_id, record, runner)
+            return self._first_runner(template_id, record, self._counted_runner(record, runner))
         except Exception as error:  # noqa: BLE001  each op of the template fails with it
             return _raising_runner(error)
 
@@ -194,6 +323,22 @@ class DeviceSession:
                 check_plain(self.blobs.get(value_id))
             if not self.session.is_ended:
                 self._runners[template_id] = runner
+            return stop
+
+        return run
+
+    def _counted_runner(self, record: TemplateRecord, runner: Runner) -> Runner:
+        """Tells the ledger, when there is one, which op runs and what it wrote to."""
+        ledger = self._ledger
+        if ledger is None:
+            return runner
+        blobs, op, written = self.blobs, record.op, [2 + index for index in record.mutates]
+
+        def run(words: list[int], i: int) -> int:
+            ledger.origin, ledger.words, ledger.start = (op, words[i + 1]), words, i
+            stop = runner(words, i)
+            for place in written:
+                ledger.remeasure(blobs.get(words[i + place]))
             return stop
 
         return run
@@ -251,8 +396,9 @@ class DeviceSession:
             self._device,
             self._torch_device,
             self._mover,
+            self._ledger,
         )
-        return body.run
+        return body.run if self._ledger is None else self._counted_runner(record, body.run)
 
     def _finish_body(
         self, record: TemplateRecord, body: CompiledBody, words: list[int], i: int, error: Exception

@@ -6,9 +6,10 @@ import torch
 
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.wire.records import Arg, FailureRecord, Slot, TemplateRecord
-from dtorch_runtime.worker.blobs import Poison
+from dtorch_runtime.worker.blobs import Blobs, Poison
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
+from dtorch_runtime.worker.ledger import DeviceTotal
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 
@@ -38,9 +39,9 @@ TEMPLATES = [
 
 
 class Bench:
-    """A session on device 0, with values 10 and 11."""
+    """A session on device 0, with values 10 and 11. ``total`` counts what all sessions hold, where there is a limit."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: DeviceTotal | None = None) -> None:
         self.reported: list[FailureRecord] = []
         session = Session(1)
         session.meshes = {1: DeviceMesh("cpu", [0]), 2: DeviceMesh("cpu", [1])}
@@ -49,11 +50,15 @@ class Bench:
         planner = TransferPlanner("n0", {0: CPU}, {0: "n0"})
         redistributor = Redistributor(planner, ThreadExchange(1.0, run_ahead), None, run_ahead)
         self.values = DeviceSession(
-            session, 0, CPU, "n0", redistributor, lambda _, failure: self.reported.append(failure)
+            session, 0, CPU, "n0", redistributor, lambda _, failure: self.reported.append(failure), total
         )
-        self.blobs = self.values.blobs
         self.blobs[10] = torch.tensor([1.0, 2.0])
         self.blobs[11] = torch.tensor([3.0, 4.0])
+
+    @property
+    def blobs(self) -> Blobs:
+        """The values by id."""
+        return self.values.blobs
 
     def run(self, *words: int) -> None:
         self.values.run(5, list(words))

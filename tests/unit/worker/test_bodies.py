@@ -13,6 +13,7 @@ from dtorch_runtime.ir.records import layout_to_record
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import BodyRecord, Slot, TemplateRecord, TransferArg
 from dtorch_runtime.worker.blobs import Poison
+from dtorch_runtime.worker.ledger import DeviceTotal
 from tests.support.device_bench import (
     ADD,
     ADD_IN_PLACE,
@@ -48,8 +49,8 @@ BODIES = {
 }
 
 
-def new_bench(words: list[int]) -> tuple[Bench, TemplateRecord]:
-    bench = Bench()
+def new_bench(words: list[int], total: DeviceTotal | None = None) -> tuple[Bench, TemplateRecord]:
+    bench = Bench(total)
     session = bench.values.session
     layout = layout_to_record(Layout(DeviceMesh("cpu", [0]), (Replicate(),)), 1)
     transfer = TransferArg([2], "float32", layout, layout)

@@ -1,0 +1,223 @@
+"""What values hold on a device: found on demand by a walk, or counted op by op where a limit or a peak asks for it.
+
+Counted is the memory of values: what ops made, and nobody has freed. Memory that several values share counts once. Not
+counted are the temporaries of kernels, buffers of exchanges and uploads under way, and what the allocator keeps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from dtorch_runtime.wire.records import DeviceMemoryRecord, LiveValueRecord
+from dtorch_runtime.worker.blobs import Blob
+from dtorch_runtime.worker.failures import OutOfMemoryError
+
+#: The op that made a value, and its location id; an empty name where that is not known.
+Origin: TypeAlias = tuple[str, int]
+UNKNOWN: Origin = ("", 0)
+
+
+class DeviceTotal:
+    """The bytes that the ledgers of a device's sessions count, and their limit (0: none)."""
+
+    def __init__(self, limit_bytes: int = 0) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+
+class Ledger:
+    """Counts what the values of one session hold on one device, those inside of captured calls among them.
+
+    Used by the device's worker thread only.
+
+    Args:
+        total: shared with the device's other sessions.
+        reclaim: releases what can be, before a limit refuses something.
+    """
+
+    def __init__(self, total: DeviceTotal, reclaim: Callable[[], None] = lambda: None) -> None:
+        self._total = total
+        self._reclaim = reclaim
+        #: Storage -> [its bytes, how many of the values below share it].
+        self._storages: dict[int, list[int]] = {}
+        #: Value id -> its storage, and what made it; in the order in which they were made.
+        self._values: dict[int, tuple[int, Origin]] = {}
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        #: Of the op that runs, and where its record stands: in which words, and at which index.
+        self.origin = UNKNOWN
+        self.words: Sequence[int] = ()
+        self.start = 0
+
+    @property
+    def other_bytes(self) -> int:
+        """What other sessions hold on the device."""
+        return self._total.held_bytes - self.held_bytes
+
+    def hold(self, value_id: int, blob: Any) -> None:
+        """A value stands for ``blob`` from now on.
+
+        Raises:
+            OutOfMemoryError: with it, the device's values would hold more than they may. It is not counted then.
+        """
+        known = self._values.get(value_id)
+        if not isinstance(blob, torch.Tensor) or blob.layout is not torch.strided:
+            if known is not None:
+                self.release(value_id)
+            return
+        storage = blob.untyped_storage()
+        key = storage._cdata
+        if known is not None and known[0] != key:
+            self.release(value_id)
+            known = None
+        num_bytes, found = storage.nbytes(), self._storages.get(key)
+        if found is None:
+            self._grow(num_bytes)
+            found = self._storages[key] = [num_bytes, 0]
+        elif found[0] != num_bytes:
+            self._grow(num_bytes - found[0])
+            found[0] = num_bytes
+        if known is None:
+            found[1] += 1
+            self._values[value_id] = (key, self.origin)
+
+    def hold_inner(self, value_id: int, blob: Any, origin: Origin) -> Any:
+        """``hold`` of a value inside of a captured call; returns it."""
+        self.origin = origin
+        self.hold(value_id, blob)
+        return blob
+
+    def hold_results(self, value_ids: Iterable[int], blobs: Any, origin: Origin) -> Any:
+        """``hold_inner`` of each of several values, those without an id aside; returns them."""
+        for value_id, blob in zip(value_ids, blobs, strict=True):
+            if value_id:
+                self.hold_inner(value_id, blob, origin)
+        return blobs
+
+    def release(self, value_id: int) -> None:
+        """A value is gone."""
+        known = self._values.pop(value_id, None)
+        if known is None:
+            return
+        found = self._storages[known[0]]
+        found[1] -= 1
+        if found[1] == 0:
+            del self._storages[known[0]]
+            self._grow(-found[0])
+
+    def remeasure(self, blob: Any) -> None:
+        """An op wrote to ``blob``, and may have given its memory another size.
+
+        Raises:
+            OutOfMemoryError: as ``hold``.
+        """
+        if isinstance(blob, torch.Tensor):
+            storage = blob.untyped_storage()
+            found = self._storages.get(storage._cdata)
+            if found is not None and found[0] != storage.nbytes():
+                self._grow(storage.nbytes() - found[0])
+                found[0] = storage.nbytes()
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = self.held_bytes
+
+    def clear(self) -> None:
+        """Every value is gone."""
+        self._total.held_bytes -= self.held_bytes
+        self.held_bytes = 0
+        self._storages.clear()
+        self._values.clear()
+
+    def _grow(self, num_bytes: int) -> None:
+        total = self._total
+        if num_bytes > 0 and 0 < total.limit_bytes < total.held_bytes + num_bytes:
+            self._reclaim()
+            if total.limit_bytes < total.held_bytes + num_bytes:
+                raise OutOfMemoryError(num_bytes)
+        total.held_bytes += num_bytes
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def groups(self) -> list[list[Any]]:
+        """As ``groups_of``, of the values that are counted."""
+        groups: dict[int, list[Any]] = {}
+        for value_id, (key, origin) in self._values.items():
+            group = groups.setdefault(key, [self._storages[key][0], 0, value_id, origin])
+            group[1] += 1
+        return list(groups.values())
+
+    def validate(self) -> None:
+        """Check the invariants that the attributes state."""
+        counts: dict[int, int] = {}
+        for key, _ in self._values.values():
+            counts[key] = counts.get(key, 0) + 1
+        assert counts == {key: num_values for key, (_, num_values) in self._storages.items()}
+        assert self.held_bytes == sum(num_bytes for num_bytes, _ in self._storages.values())
+        assert 0 <= self.held_bytes <= self.peak_bytes
+        assert self.other_bytes >= 0
+
+
+class CountedBlobs(dict[int, Blob]):
+    """Blobs that a ledger counts."""
+
+    def __init__(self, ledger: Ledger, blobs: Mapping[int, Blob]) -> None:
+        super().__init__()
+        self._ledger = ledger
+        for value_id, blob in blobs.items():
+            self[value_id] = blob
+
+    def __setitem__(self, value_id: int, blob: Blob) -> None:
+        self._ledger.hold(value_id, blob)
+        super().__setitem__(value_id, blob)
+
+    def pop(self, value_id: int, default: Any = None) -> Any:
+        """As of a dict, with None for what is not there. Values inside of captured calls are counted and not there."""
+        self._ledger.release(value_id)
+        return super().pop(value_id, default)
+
+    def clear(self) -> None:
+        self._ledger.clear()
+        super().clear()
+
+
+def groups_of(blobs: Mapping[int, Blob], origin_of: Callable[[int], Origin]) -> list[list[Any]]:
+    """The values by the memory that they share: [its bytes, how many share it, the first one's id and origin]."""
+    groups: dict[int, list[Any]] = {}
+    for value_id, blob in blobs.items():
+        if isinstance(blob, torch.Tensor):
+            storage = blob.untyped_storage()
+            group = groups.get(storage._cdata)
+            if group is None:
+                groups[storage._cdata] = [storage.nbytes(), 1, value_id, origin_of(value_id)]
+            else:
+                group[1] += 1
+    return list(groups.values())
+
+
+def memory_record(
+    device: int, groups: list[list[Any]], peak_bytes: int, limit_bytes: int, num_largest: int
+) -> DeviceMemoryRecord:
+    """What a device tells of its values.
+
+    Args:
+        groups: as ``groups_of`` gives them.
+        peak_bytes: -1 when it is not measured.
+        num_largest: how many of them are told at most.
+    """
+    largest = heapq.nsmallest(max(0, num_largest), groups, key=lambda group: (-group[0], group[2]))
+    return DeviceMemoryRecord(
+        device,
+        sum(group[0] for group in groups),
+        peak_bytes,
+        limit_bytes,
+        sum(group[1] for group in groups),
+        [
+            LiveValueRecord(value_id, num_bytes, num_values, *origin)
+            for num_bytes, num_values, value_id, origin in largest
+        ],
+    )
