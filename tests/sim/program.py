@@ -57,6 +57,7 @@ class ProgramClient(SimClient):
         super().__init__(sim, number)
         self.rng = sim.rng
         self.num_actions = num_actions
+        self.max_outstanding = _MAX_OUTSTANDING
         self.session = 0
         self.seq = 0
         self.credited = 0
@@ -78,7 +79,7 @@ class ProgramClient(SimClient):
 
     @property
     def can_act(self) -> bool:
-        return bool(self.nodes) and self.num_actions > 0 and self.seq - self.credited < _MAX_OUTSTANDING
+        return bool(self.nodes) and self.num_actions > 0 and self.seq - self.credited < self.max_outstanding
 
     def act(self) -> None:
         self.num_actions -= 1

@@ -143,6 +143,8 @@ class Simulator:
         self.duplicate_probability = 0.0
         #: Messages to the controller that get lost, which no connection does: for tests of the checks themselves.
         self.loses: Callable[[Message], bool] = lambda message: False
+        #: Told of every message that reaches the controller.
+        self.watch: Callable[[Message], None] = lambda message: None
         self.num_steps = 0
 
     # ---- who is there ----
@@ -193,6 +195,15 @@ class Simulator:
             self.num_steps += 1
         assert not until_quiet, f"not quiet after {max_steps} steps"
 
+    def deliver_all(self) -> None:
+        """Let every message arrive, while no work ends and nobody does anything new."""
+        while waiting := [peer for peer in self.peers.values() if peer.uplink or peer.downlink]:
+            for peer in waiting:
+                if peer.uplink:
+                    self._deliver_up(peer)
+                if peer.downlink:
+                    self._deliver_down(peer)
+
     def _possible_steps(self) -> list[Callable[[], None]]:
         steps: list[Callable[[], None]] = [partial(self._notice, notice) for notice in self._notices]
         for peer in self.peers.values():
@@ -219,6 +230,7 @@ class Simulator:
         may_repeat = isinstance(message, Done | ValueData | FetchFailed | OpFailed)
         if may_repeat and self.rng.random() < self.duplicate_probability:
             peer.uplink.appendleft((message, frames))
+        self.watch(message)
         decoded = decode_to_controller(encode(message))
         self.tell_controller(Received(peer=peer.number, message=decoded, frames=frames))
 

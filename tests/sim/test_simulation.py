@@ -64,6 +64,25 @@ def test_messages_that_come_twice_change_nothing(seed: int) -> None:
     end_sessions(sim, clients)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_nodes_far_behind_report_seldom_and_everything_is_credited(seed: int, dies: bool) -> None:
+    sim, (client,) = make(seed, num_nodes=2, num_clients=1, num_actions=0)
+    sim.run()
+    client.num_actions, client.max_outstanding = 150, 1000
+    while client.can_act:
+        client.act()
+    sim.deliver_all()
+    reports: list[Message] = []
+    sim.watch = lambda message: reports.append(message) if isinstance(message, Done) else None
+    if dies:
+        sim.kill(sim.nodes[1], "node:node1")
+    sim.run()
+    client.check()
+    assert len(reports) < client.seq / 4
+    end_sessions(sim, [client])
+
+
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_nodes_that_die_leave_nobody_waiting(seed: int) -> None:
     sim, clients = make(seed, num_nodes=4, num_clients=2, num_actions=60)
