@@ -72,6 +72,8 @@ _HOMES = {
     "call_async": "dtorch.asynchronous",
     "capture": "dtorch.replay.capture",
     "parallelize": "dtorch.parallel",
+    "profile": "dtorch.insight.profile",
+    "counters": "dtorch.insight.counters",
     **dict.fromkeys(("auto_redistribute", "explain_redistributions"), "dtorch.auto"),
 }
 #: Packages of public names, which need no import of their own: ``dtorch.parallel.describe``.
@@ -118,6 +120,8 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     )
     from dtorch.future import TensorFuture as TensorFuture
     from dtorch.graph import Graph as Graph
+    from dtorch.insight.counters import counters as counters
+    from dtorch.insight.profile import profile as profile
     from dtorch.parallel import parallelize as parallelize
     from dtorch.random import (
         Generator as Generator,

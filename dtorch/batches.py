@@ -34,6 +34,10 @@ class Batches:
         """Whether some graph has ops to send."""
         return any(graph.words for graph in self._live())
 
+    def num_unsent_ops(self) -> int:
+        """Ops that were issued and not sent yet."""
+        return sum(graph.num_ops for graph in self._live()) + sum(orphan[2] for orphan in self.orphans)
+
     def flush_all(self) -> int:
         """Send everything; returns the number of the last message. Raises as ``Graph.flush``."""
         return max((graph.flush() for graph in self._live()), default=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 import traceback
@@ -16,15 +15,17 @@ import msgspec
 import torch
 
 from dtorch.batches import Batches
+from dtorch.definitions import Definitions
 from dtorch.failures import check_devices, error_of, named
-from dtorch.future import ClusterFuture, SyncFuture, TensorFuture
+from dtorch.future import AnswerFuture, ClusterFuture, SyncFuture, TensorFuture
 from dtorch.graph import DEFAULT_AXIS, Graph, Handle
+from dtorch.insight.client_tape import ClientTape, Counts
 from dtorch.location import describe
-from dtorch.meshes import mesh_id
 from dtorch.receiving import Receiver
 from dtorch.replay.inner_ids import InnerIds
 from dtorch.session import (
     Action,
+    Answers,
     ControllerGone,
     FetchDone,
     FetchMissed,
@@ -34,7 +35,7 @@ from dtorch.session import (
     SyncReached,
 )
 from dtorch.spec import Spec
-from dtorch.values import chunks, plan_gathering
+from dtorch.values import plan_gathering, upload_parts
 from dtorch_runtime.errors import (
     ClusterTimeout,
     ControllerLost,
@@ -44,22 +45,20 @@ from dtorch_runtime.errors import (
     TransportError,
 )
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.records import mesh_to_record
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.base import ThreadLink
 from dtorch_runtime.wire.codec import MalformedMessage, decode_to_client, encode
 from dtorch_runtime.wire.messages import (
+    Ask,
     ClientBye,
     DefineMesh,
     DefineTemplates,
     Fetch,
     NodeJoined,
     Ops,
-    Upload,
     Welcome,
 )
-from dtorch_runtime.wire.records import FailureRecord, NodeRecord, TemplateRecord
-from dtorch_runtime.worker.blobs import name_of
+from dtorch_runtime.wire.records import FailureRecord, NodeRecord, Question
 
 #: Longest sleep of the session's thread, in seconds: dropping a value wakes nobody, and an idle program may do it.
 _IDLE_WAIT_S = 1.0
@@ -93,11 +92,15 @@ class Session:
             welcome.nodes, max_ops=settings.max_outstanding_ops, max_bytes=settings.max_outstanding_bytes
         )
         self._waiting: dict[int, ClusterFuture[Any]] = {}
-        self._templates: dict[bytes, int] = {}
+        definitions = Definitions(self)
+        self.define_mesh = definitions.define_mesh
+        self.define_template = definitions.define_template
         #: Every template by its number.
-        self.templates: dict[int, TemplateRecord] = {}
+        self.templates = definitions.templates
         self.new_inner_ids = InnerIds().take
-        self._defined_meshes: set[int] = set()
+        self.names: dict[int, str] = {}  # of captured functions, by the template of their calls
+        self.counts = Counts()
+        self.tape: ClientTape | None = None  # while somebody profiles
         self._default_mesh: DeviceMesh | None = None
         #: Why the session is over: makes the error that every later use raises.
         self._end: Callable[[], DTorchError] | None = None
@@ -154,8 +157,7 @@ class Session:
 
     def devices(self) -> list[int]:
         """The ids of all devices of the cluster that are there."""
-        with self._changed:
-            return sorted(d for node in self._state.nodes.values() for d in node.devices)
+        return sorted(d for node in self.nodes() for d in node.devices)
 
     def nodes(self) -> list[NodeRecord]:
         """The nodes that are there."""
@@ -164,35 +166,17 @@ class Session:
 
     # ---- definitions ----
 
-    def define_mesh(self, mesh: DeviceMesh) -> int:
-        """The number of a mesh; the cluster is told of it on first use.
-
-        Raises:
-            MeshError: it names devices that the cluster does not have, or of another type.
-            NodeLost: one of its devices is gone.
-        """
-        number = mesh_id(mesh)
-        if number not in self._defined_meshes:
-            with self._changed:
-                self.check_open()
-                check_devices(mesh, self._state.nodes, self._state.lost, self.address)
-                if number not in self._defined_meshes:
-                    self._send(DefineMesh(mesh=mesh_to_record(mesh, number)))
-                    self._defined_meshes.add(number)
-        return number
-
-    def define_template(self, record: TemplateRecord) -> int:
-        """The number of a template, whatever ``template_id`` says; equal ones have one number."""
-        key = encode(DefineTemplates(templates=[record]))
+    def check_mesh(self, mesh: DeviceMesh) -> None:
+        """Raises MeshError or NodeLost when the cluster does not have all devices of a mesh."""
         with self._changed:
-            number = self._templates.get(key)
-            if number is None:
-                self.check_open()
-                number = len(self._templates) + 1
-                numbered = msgspec.structs.replace(record, template_id=number)
-                self._send(DefineTemplates(templates=[numbered]))
-                self._templates[key], self.templates[number] = number, numbered
-        return number
+            self.check_open()
+            check_devices(mesh, self._state.nodes, self._state.lost, self.address)
+
+    def tell(self, message: DefineMesh | DefineTemplates) -> None:
+        """Send what later messages refer to."""
+        with self._changed:
+            self.check_open()
+            self._send(message)
 
     # ---- sending ----
 
@@ -245,10 +229,15 @@ class Session:
 
     def send_ops(self, graph_id: int, frame: bytes, num_ops: int) -> int:
         """Send a batch; returns its number."""
+        start_ns = time.monotonic_ns()
         with self._changed:
             self.check_open()
             seq = self._state.issue(num_ops, 0)
             self._send(Ops(seq=seq, graph_id=graph_id), frame)
+            self.counts.num_ops += num_ops
+            self.counts.num_batches += 1
+        if self.tape is not None:
+            self.tape.add("batch", seq, start_ns, num_ops)
         return seq
 
     def upload(
@@ -263,30 +252,22 @@ class Session:
 
         ``blocks`` are contiguous CPU tensors that hold its elements in row-major order, one after the other.
         """
-        name, seq, offset = name_of(dtype), 0, 0
-        total_bytes = math.prod(shape) * dtype.itemsize
-        for chunk in chunks(blocks, self.settings.chunk_bytes):
+        seq = 0
+        chunk_bytes = self.settings.chunk_bytes
+        for message, chunk in upload_parts(value_id, devices, dtype, shape, blocks, chunk_bytes):
             self.wait_for_room(0, len(chunk))
             with self._changed:
                 self.check_open()
                 seq = self._state.issue(0, len(chunk))
-                message = Upload(
-                    seq=seq,
-                    value_id=value_id,
-                    devices=list(devices),
-                    dtype=name,
-                    shape=list(shape),
-                    offset_bytes=offset,
-                    total_bytes=total_bytes,
-                )
-                self._send(message, chunk)
-            offset += len(chunk)
+                self._send(msgspec.structs.replace(message, seq=seq), chunk)
         return seq
 
     def _send(self, message: Any, *payload: bytes) -> None:
         """The lock is held."""
+        frames = [encode(message), *payload]
+        self.counts.sent_bytes += sum(map(len, frames))
         try:
-            self._link.send([encode(message), *payload], self.settings.wait_timeout_s)
+            self._link.send(frames, self.settings.wait_timeout_s)
         except TransportError as error:
             self.check_open()
             raise ControllerLost(self.address, str(error)) from error
@@ -329,9 +310,22 @@ class Session:
             self.check_open()
             fetch_id, requests, actions = self._state.start_fetch(gathering.devices)
             self._waiting[fetch_id] = future
+            self.counts.num_fetches += 1
+            if self.tape is not None:
+                self.tape.begin_fetch(fetch_id, future.what())
             for request_id, device in requests:
                 self._send(Fetch(request_id=request_id, value_id=handle.value_id, device=device))
         self._carry_out(actions)
+        return future
+
+    def ask(self, question: Question) -> AnswerFuture:
+        """Ask the controller and every node."""
+        future = AnswerFuture(lambda: f"the cluster to answer {type(question).__name__}", self)
+        with self._changed:
+            self.check_open()
+            request_id = self._state.start_question()
+            self._waiting[request_id] = future
+            self._send(Ask(request_id=request_id, question=question))
         return future
 
     def sync_after(self, seq: int, what: str) -> SyncFuture:
@@ -382,9 +376,8 @@ class Session:
         while not self._is_stopping:
             try:
                 self._is_idle = not self.batches.flush_old(self.settings.batch_age_s)
-                if (
-                    self._is_idle and self.batches.is_any_begun()
-                ):  # begun between the two, and nobody will wake us
+                # Begun between the two, and nobody will wake us.
+                if self._is_idle and self.batches.is_any_begun():
                     self._is_idle = False
                 self._receiver.serve(_IDLE_WAIT_S if self._is_idle else self.settings.batch_age_s)
             except (TransportError, ControllerLost) as error:
@@ -418,6 +411,7 @@ class Session:
             _logger.warning("dropped a message of the controller: %s", error)
             return
         payload = message[1] if len(message) > 1 else b""
+        self.counts.received_bytes += sum(map(len, message))
         with self._changed:
             actions = self._state.handle(event, payload)
             if self.settings.check:
@@ -439,6 +433,10 @@ class Session:
                     reached = self._pop_waiting(action.sync_id)
                     if reached is not None:
                         reached.finish()
+                case Answers():
+                    asked = self._pop_waiting(action.request_id)
+                    if isinstance(asked, AnswerFuture):
+                        asked.deliver(action)
                 case RoomFreed():
                     with self._changed:
                         self._changed.notify_all()
@@ -446,6 +444,8 @@ class Session:
                     self.end(partial(ControllerLost, self.address, action.reason))
 
     def _pop_waiting(self, number: int) -> ClusterFuture[Any] | None:
+        if self.tape is not None:
+            self.tape.end_fetch(number)
         with self._changed:
             return self._waiting.pop(number, None)
 

@@ -12,7 +12,8 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
-from dtorch.session import LocalPiece
+from dtorch.insight.client_tape import ClientTape
+from dtorch.session import Answers, LocalPiece
 from dtorch.spec import Spec
 from dtorch.values import assemble
 from dtorch_runtime.errors import ClusterTimeout, SettingError
@@ -33,6 +34,10 @@ class Waiter(Protocol):
     @property
     def wait_timeout_s(self) -> float:
         """The longest wait when none is given, in seconds."""
+
+    @property
+    def tape(self) -> ClientTape | None:
+        """Notes waits, while somebody profiles."""
 
     def help(self, future: ClusterFuture[Any], timeout_s: float) -> None:
         """The calling thread is about to wait: it may do the reading for a moment."""
@@ -58,6 +63,10 @@ class ClusterFuture(ABC, Generic[T]):
         self._failure: Callable[[], BaseException] | None = None
         self._result: T | None = None
         self._has_result = False
+
+    def what(self) -> str:
+        """What is waited for."""
+        return self._describe()
 
     def is_ready(self) -> bool:
         """Whether ``get`` would return or raise at once."""
@@ -109,6 +118,13 @@ class ClusterFuture(ABC, Generic[T]):
             raise SettingError(
                 f"timeout_s takes a number of seconds, got {timeout_s!r}; write e.g. 10.0, or None"
             )
+        tape = self._waiter.tape
+        if tape is None:
+            return self._block(timeout_s)
+        with tape.span(f"wait for {self._describe()}"):
+            return self._block(timeout_s)
+
+    def _block(self, timeout_s: float) -> bool:
         self._waiter.help(self, timeout_s)
         if self._done.is_set():
             return True
@@ -245,6 +261,19 @@ class TensorFuture(ClusterFuture[torch.Tensor]):
 
     def _num_result_bytes(self) -> int:
         return self._spec.num_bytes
+
+
+class AnswerFuture(ClusterFuture[Answers]):
+    """What the controller and the nodes answer to a question."""
+
+    _answers: Answers
+
+    def deliver(self, answers: Answers) -> None:
+        self._answers = answers
+        self.finish()
+
+    def _make_result(self) -> Answers:
+        return self._answers
 
 
 class SyncFuture(ClusterFuture[None]):

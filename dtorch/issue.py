@@ -150,6 +150,7 @@ def make_entry(
         MeshError: a mesh names devices that the cluster does not have.
         NodeLost: one of them is gone.
     """
+    session.counts.num_misses += 1
     if plan.op is None:
         return Entry(plan, 0, func, default_dtype)
     new = [output.spec.layout for output in plan.outputs if isinstance(output, NewOutput)]

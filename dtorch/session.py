@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from dtorch_runtime.wire.messages import (
+    Answer,
+    Asked,
     ClusterClosing,
     Credit,
     FetchFailed,
@@ -23,7 +25,7 @@ from dtorch_runtime.wire.messages import (
     ValueData,
     Welcome,
 )
-from dtorch_runtime.wire.records import FailureRecord, NodeRecord
+from dtorch_runtime.wire.records import FailureRecord, NodeRecord, Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,20 @@ class SyncReached:
 
 
 @dataclass(frozen=True, slots=True)
+class Answers:
+    """Action: the controller and every node that still lives have answered a question.
+
+    Attributes:
+        replies: by the name of the node; that of the controller is empty.
+        lost: why other nodes did not answer.
+    """
+
+    request_id: int
+    replies: Mapping[str, Reply]
+    lost: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class RoomFreed:
     """Action: whoever waits for room may look again."""
 
@@ -78,7 +94,7 @@ class ControllerGone:
 
 
 Event: TypeAlias = ToClient | PeerLost
-Action: TypeAlias = FetchDone | FetchMissed | SyncReached | RoomFreed | ControllerGone
+Action: TypeAlias = FetchDone | FetchMissed | SyncReached | Answers | RoomFreed | ControllerGone
 
 
 @dataclass(slots=True)
@@ -87,6 +103,16 @@ class _Fetch:
     #: Devices whose piece is still to come.
     missing: set[int]
     pieces: dict[int, LocalPiece] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Question:
+    #: Who is still to answer; the controller has no name.
+    missing: set[str]
+    #: Whether the controller has said which nodes it asked.
+    is_asked: bool = False
+    replies: dict[str, Reply] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -118,6 +144,8 @@ class SessionState:
         #: Request id -> (its fetch, the device asked). Every fetch with a missing device is in here.
         self._requests: dict[int, tuple[_Fetch, int]] = {}
         self._incoming: dict[int, _Incoming] = {}
+        #: Those that somebody is still to answer, by request id.
+        self._questions: dict[int, _Question] = {}
         #: (seq that must be acknowledged, sync id).
         self._syncs: list[tuple[int, int]] = []
         #: Failures that no fetch and no sync has raised, by failure id, in order of arrival.
@@ -155,6 +183,12 @@ class SessionState:
             requests.append((request_id, device))
         return fetch.fetch_id, requests, []
 
+    def start_question(self) -> int:
+        """The request id of a question that is about to be sent."""
+        request_id = self._new_id()
+        self._questions[request_id] = _Question({""})
+        return request_id
+
     def start_sync(self, seq: int) -> tuple[int, list[Action]]:
         """A new wait for everything up to ``seq``: its id, and what is known at once."""
         sync_id = self._new_id()
@@ -189,6 +223,10 @@ class SessionState:
             case OpFailed():
                 self._note_failure(event.failure)
                 return []
+            case Asked():
+                return self._asked(event)
+            case Answer():
+                return self._answer(event)
             case NodeJoined():
                 self.nodes[event.node.name] = event.node
                 return []
@@ -247,6 +285,28 @@ class SessionState:
             del self._requests[request_id]
             self._incoming.pop(request_id, None)
 
+    def _asked(self, message: Asked) -> list[Action]:
+        question = self._questions.get(message.request_id)
+        if question is None:
+            return []
+        question.is_asked = True
+        question.missing.update(message.nodes)
+        return self._if_answered(message.request_id, question)
+
+    def _answer(self, message: Answer) -> list[Action]:
+        question = self._questions.get(message.request_id)
+        if question is None or message.node not in question.missing:
+            return []
+        question.missing.remove(message.node)
+        question.replies[message.node] = message.reply
+        return self._if_answered(message.request_id, question)
+
+    def _if_answered(self, request_id: int, question: _Question) -> list[Action]:
+        if question.missing or not question.is_asked:
+            return []
+        del self._questions[request_id]
+        return [Answers(request_id, question.replies, question.lost)]
+
     def _note_failure(self, failure: FailureRecord) -> None:
         if failure.failure_id not in self._raised:
             self.unfetched.setdefault(failure.failure_id, failure)
@@ -263,6 +323,11 @@ class SessionState:
         for fetch, device in touched.values():
             self._forget(fetch)
             actions.append(FetchMissed(fetch.fetch_id, self.lost[device]))
+        for request_id, question in list(self._questions.items()):
+            if message.name in question.missing:
+                question.missing.remove(message.name)
+                question.lost[message.name] = message.reason
+                actions += self._if_answered(request_id, question)
         if message.devices:
             self._note_failure(self.lost[message.devices[0]])
         return actions
@@ -273,6 +338,7 @@ class SessionState:
         self.gone = reason
         self._requests.clear()
         self._incoming.clear()
+        self._questions.clear()
         self._syncs.clear()
         return [ControllerGone(reason), RoomFreed()]
 
@@ -290,6 +356,7 @@ class SessionState:
         assert all(seq > self.acknowledged_seq for seq in seqs)
         assert all(device in fetch.missing for fetch, device in self._requests.values())
         assert set(self._incoming) <= set(self._requests)
+        assert all(question.missing or not question.is_asked for question in self._questions.values())
         assert not self._raised & set(self.unfetched)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import msgspec
 import torch
 
 from dtorch.session import LocalPiece
@@ -16,7 +18,8 @@ from dtorch_runtime.ir.layout import Box, Layout, device_box
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import ReduceOp, Replicate
 from dtorch_runtime.ir.transfer import plan_redistribute
-from dtorch_runtime.worker.blobs import dtype_of, memory_of
+from dtorch_runtime.wire.messages import Upload
+from dtorch_runtime.worker.blobs import dtype_of, memory_of, name_of
 
 
 def tensor_of(piece: LocalPiece) -> torch.Tensor:
@@ -137,3 +140,29 @@ def chunks(blocks: Iterable[torch.Tensor], chunk_bytes: int) -> Iterator[bytes]:
             yield bytes(data[offset : offset + chunk_bytes])
     if is_empty:
         yield b""
+
+
+def upload_parts(
+    value_id: int,
+    devices: Sequence[int],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    blocks: Iterable[torch.Tensor],
+    chunk_bytes: int,
+) -> Iterator[tuple[Upload, bytes]]:
+    """The messages, still without their seq, and payloads that bring a local piece of local ``shape`` to devices.
+
+    ``blocks`` are contiguous CPU tensors that hold its elements in row-major order, one after the other.
+    """
+    message = Upload(
+        seq=0,
+        value_id=value_id,
+        devices=list(devices),
+        dtype=name_of(dtype),
+        shape=list(shape),
+        offset_bytes=0,
+        total_bytes=math.prod(shape) * dtype.itemsize,
+    )
+    for chunk in chunks(blocks, chunk_bytes):
+        yield message, chunk
+        message = msgspec.structs.replace(message, offset_bytes=message.offset_bytes + len(chunk))

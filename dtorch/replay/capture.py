@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, Final, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, overload
+from weakref import WeakSet
 
 from dtorch.graph import Graph
 from dtorch.replay.arguments import Arguments
@@ -15,6 +16,9 @@ from dtorch.replay.call import NotReplayable
 from dtorch.replay.plan import Plan, Recorder, Unsettled
 from dtorch.replay.watch import function_name
 from dtorch_runtime.errors import CaptureError, UnsupportedError
+
+if TYPE_CHECKING:  # only for types
+    from dtorch.connection import Session
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -35,6 +39,7 @@ class _Signature:
     #: Why calls were not replayed, oldest first.
     reasons: list[str] = field(default_factory=list)
     num_replays: int = 0
+    num_recordings: int = 0
     num_unsettled: int = 0
     num_eager: int = 0
     is_given_up: bool = False
@@ -51,6 +56,7 @@ class Captured(Generic[_P, _R]):
         self._fallback = fallback
         self._name = function_name(function)
         self._signatures: dict[Any, _Signature] = {}
+        _all.add(self)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -65,6 +71,10 @@ class Captured(Generic[_P, _R]):
         for plan in signature.plans:
             if plan.is_current(arguments.leaves):
                 signature.num_replays += 1
+                tape = graph.session.tape
+                if tape is not None:
+                    with tape.span(f"replay of {self._name}"):
+                        return plan.replay(arguments.leaves)  # type: ignore[no-any-return]  # as below
                 return plan.replay(arguments.leaves)  # type: ignore[no-any-return]  # what the function returns
         if graph.recording is not None or signature.is_given_up:
             signature.num_eager += 1
@@ -93,10 +103,24 @@ class Captured(Generic[_P, _R]):
             self._give_up(signature, reason)
         else:
             signature.num_unsettled = 0
+            signature.num_recordings += 1
+            self._name_calls(plan, signature.graph)
             signature.plans = [*signature.plans[1 - _MAX_PLANS :], plan]
         finally:
             recorder.close()
         return result
+
+    def _name_calls(self, plan: Plan, graph: Graph) -> None:
+        """Under which names the calls show in a profile."""
+        names = graph.session.names
+        names[plan.call.template] = self._name
+        if plan.backward is not None:
+            names[plan.backward.call.template] = f"{self._name}, backward"
+
+    def counts(self, session: Session) -> tuple[int, int]:
+        """Calls in a session that were replayed, and that were recorded."""
+        found = [each for each in list(self._signatures.values()) if each.graph.session is session]
+        return sum(each.num_replays for each in found), sum(each.num_recordings for each in found)
 
     def _give_up(self, signature: _Signature, reason: NotReplayable) -> None:
         signature.num_eager += 1
@@ -124,6 +148,16 @@ class Captured(Generic[_P, _R]):
             lines += [f"    {plan}" for plan in signature.plans]
             lines += [f"    {reason}" for reason in dict.fromkeys(signature.reasons)]
         return "\n".join(lines)
+
+
+#: Every captured function that is alive.
+_all: WeakSet[Captured[Any, Any]] = WeakSet()
+
+
+def count_calls(session: Session) -> tuple[int, int]:
+    """Calls of captured functions in a session that were replayed, and that were recorded."""
+    counts = [captured.counts(session) for captured in list(_all)]
+    return sum(replays for replays, _ in counts), sum(recordings for _, recordings in counts)
 
 
 def _count(number: int, what: str) -> str:

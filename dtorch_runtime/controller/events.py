@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from dtorch_runtime.wire.messages import Message, ToController
+from dtorch_runtime.wire.records import Question
 
 # ---- events ----
 
@@ -85,10 +86,19 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class AnswerSelf(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer a client's question for the controller's own process."""
+
+    peer: int
+    session: int
+    request_id: int
+    question: Question
+
+
 class Log(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the operator of the cluster wants to read."""
 
     text: str
 
 
-Action: TypeAlias = Send | ForgetPeer | WatchBeats | ForgetBeats | Stop | Log
+Action: TypeAlias = Send | ForgetPeer | WatchBeats | ForgetBeats | Stop | AnswerSelf | Log

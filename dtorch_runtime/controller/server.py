@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from dtorch_runtime.controller.events import (
     Action,
+    AnswerSelf,
     BeatsStopped,
     Event,
     ForgetBeats,
@@ -27,10 +28,22 @@ from dtorch_runtime.controller.events import (
 from dtorch_runtime.controller.state import ControllerConfig, ControllerState
 from dtorch_runtime.errors import ClusterTimeout, TransportError
 from dtorch_runtime.settings import Settings
+from dtorch_runtime.tape import SessionTapes
 from dtorch_runtime.transport.base import Message, ServerLink
 from dtorch_runtime.transport.heartbeat import HeartbeatServer
 from dtorch_runtime.transport.security import CurveKeys, same_session_key
 from dtorch_runtime.wire.codec import MalformedMessage, decode_to_controller, encode
+from dtorch_runtime.wire.messages import Answer, tag_of
+from dtorch_runtime.wire.records import (
+    AskCounts,
+    ClockReply,
+    CountsReply,
+    Question,
+    Reply,
+    StartTrace,
+    StopTrace,
+    TraceReply,
+)
 
 _logger = logging.getLogger(__name__)
 #: Peers that were refused, and are not answered again.
@@ -73,6 +86,9 @@ class ControllerServer:
         self._refused: dict[_Address, None] = {}
         self._events: deque[Event] = deque()
         self._is_handling = False
+        #: What one event is: ``_step``, or ``_step_timed`` while somebody profiles.
+        self._take: Callable[[Event], None] = self._step
+        self._tapes = SessionTapes()
         self._stopped = asyncio.Event()
         self.stop_reason = ""
         #: Bytes from strangers that were no message.
@@ -168,13 +184,34 @@ class ControllerServer:
         self._is_handling = True
         try:
             while self._events:
-                event = self._events.popleft()
-                for action in self.state.handle(event, time.monotonic()):
-                    self._act(action)
-                if isinstance(event, Received) and not self.state.knows(event.peer):
-                    self._forget(event.peer)
+                self._take(self._events.popleft())
         finally:
             self._is_handling = False
+
+    def _step(self, event: Event) -> None:
+        for action in self.state.handle(event, time.monotonic()):
+            self._act(action)
+        if isinstance(event, Received) and not self.state.knows(event.peer):
+            self._forget(event.peer)
+
+    def _step_timed(self, event: Event) -> None:
+        start_ns = time.monotonic_ns()
+        session = self.state.session_of_peer(event.peer) if isinstance(event, Received) else None
+        self._step(event)
+        if isinstance(event, Received):
+            message = event.message
+            if session is None:
+                session = getattr(message, "session", None)
+            number = getattr(message, "seq", getattr(message, "request_id", 0))
+            num_bytes = sum(memoryview(frame).nbytes for frame in event.frames)
+            self._tapes.add(session, tag_of(message), number, start_ns, num_bytes)
+        else:
+            self._tapes.add(None, type(event).__name__, 0, start_ns, 0)
+        self._tapes.keep(self.state.sessions.__contains__)
+        self._choose_step()
+
+    def _choose_step(self) -> None:
+        self._take = self._step_timed if self._tapes else self._step
 
     # ---- actions ----
 
@@ -196,10 +233,27 @@ class ControllerServer:
         elif isinstance(action, ForgetBeats):
             if self._heartbeats is not None:
                 self._heartbeats.forget(action.beat_name)
+        elif isinstance(action, AnswerSelf):
+            reply = self._reply(action.session, action.question)
+            answer = Answer(session=action.session, request_id=action.request_id, reply=reply)
+            self._send(action.peer, [encode(answer)])
         elif isinstance(action, Log):
             _logger.info("%s", action.text)
         else:
             self._stop(action)
+
+    def _reply(self, session: int, question: Question) -> Reply:
+        if isinstance(question, StartTrace):
+            self._tapes.start(session, question.max_spans)
+            self._choose_step()
+        elif isinstance(question, StopTrace):
+            tape = self._tapes.stop(session)
+            self._choose_step()
+            lanes = [] if tape is None else [tape.lane("controller")]
+            return TraceReply(lanes)
+        elif isinstance(question, AskCounts):
+            return CountsReply({})
+        return ClockReply(time.monotonic_ns())
 
     def _send(self, peer: int, frames: Message) -> None:
         address = self._addresses.get(peer)

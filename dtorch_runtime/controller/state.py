@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
+
 from dtorch_runtime.controller.events import (
     Action,
+    AnswerSelf,
     BeatsStopped,
     Event,
     ForgetBeats,
@@ -30,6 +33,9 @@ from dtorch_runtime.controller.session import Session
 from dtorch_runtime.ir.graph import GraphError
 from dtorch_runtime.wire.messages import (
     PROTOCOL_VERSION,
+    Answer,
+    Ask,
+    Asked,
     ClientBye,
     ClientHello,
     ClusterClosing,
@@ -57,6 +63,7 @@ from dtorch_runtime.wire.messages import (
     Upload,
     ValueData,
     Welcome,
+    tag_of,
 )
 from dtorch_runtime.wire.records import FailureRecord
 
@@ -110,6 +117,7 @@ class ControllerState:
             Upload: self._on_upload,
             DefineTemplates: self._on_define_templates,
             DefineMesh: self._on_define_mesh,
+            Ask: self._on_ask,
             ClientBye: self._on_client_bye,
         }
         self._from_nodes: dict[type[Message], _Handler] = {
@@ -117,6 +125,7 @@ class ControllerState:
             ValueData: self._on_value_data,
             FetchFailed: self._on_fetch_failed,
             OpFailed: self._on_op_failed,
+            Answer: self._on_answer,
             NodeBye: self._on_node_bye,
         }
 
@@ -145,6 +154,11 @@ class ControllerState:
     def knows(self, peer: int) -> bool:
         """Whether a peer is a live node or session."""
         return peer in self._peers
+
+    def session_of_peer(self, peer: int) -> int | None:
+        """The session of a client."""
+        who = self._peers.get(peer)
+        return who.number if isinstance(who, Session) else None
 
     def validate(self) -> None:
         """Check the invariants that the attributes state."""
@@ -175,7 +189,7 @@ class ControllerState:
             if handler is None:
                 raise _Violation(_unexpected(message, who))
             if len(event.frames) != _NUM_FRAMES.get(kind, 0):
-                raise _Violation(f"{_tag(message)} came with {len(event.frames)} payload frames")
+                raise _Violation(f"{tag_of(message)} came with {len(event.frames)} payload frames")
             handler(event.peer if who is None else who, message, event.frames)
         except (_Violation, GraphError) as violation:
             self._refuse(event.peer, str(violation))
@@ -335,6 +349,21 @@ class ControllerState:
         sent_on = DefineTemplates(session=session.number, templates=message.templates)
         self._broadcast(tuple(session.nodes.values()), sent_on)
 
+    def _on_ask(self, session: Session, message: Ask, frames: Sequence[Any]) -> None:
+        nodes = [node for node in self.membership if node.number in session.nodes]
+        self._send(session.peer, Asked(request_id=message.request_id, nodes=[node.name for node in nodes]))
+        self._broadcast(
+            [node.peer for node in nodes], msgspec.structs.replace(message, session=session.number)
+        )
+        self._actions.append(
+            AnswerSelf(
+                peer=session.peer,
+                session=session.number,
+                request_id=message.request_id,
+                question=message.question,
+            )
+        )
+
     def _on_client_bye(self, session: Session, message: ClientBye, frames: Sequence[Any]) -> None:
         self._lose(session.peer, "it said goodbye")
 
@@ -375,6 +404,11 @@ class ControllerState:
         session = self._session_of(node, message.session)
         if session is not None:
             self._send(session.peer, message)
+
+    def _on_answer(self, node: Node, message: Answer, frames: Sequence[Any]) -> None:
+        session = self._session_of(node, message.session)
+        if session is not None:
+            self._send(session.peer, msgspec.structs.replace(message, node=node.name))
 
     def _on_node_bye(self, node: Node, message: NodeBye, frames: Sequence[Any]) -> None:
         self._lose(node.peer, f"it left: {message.reason}")
@@ -422,11 +456,7 @@ def beat_name(who: Session | Node) -> str:
     return f"session:{who.number}" if isinstance(who, Session) else f"node:{who.name}"
 
 
-def _tag(message: Message) -> str:
-    return str(type(message).__struct_config__.tag)
-
-
 def _unexpected(message: Message, who: Session | Node | None) -> str:
     if who is None:
-        return f"{_tag(message)} came from a peer that is not known (any more); begin with a hello"
-    return f"{_tag(message)} is not a message that {beat_name(who)} may send now"
+        return f"{tag_of(message)} came from a peer that is not known (any more); begin with a hello"
+    return f"{tag_of(message)} is not a message that {beat_name(who)} may send now"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -35,16 +36,20 @@ from dtorch_runtime.node.events import (
     RunOps,
     Send,
     StartFetch,
+    TakeQuestion,
     TakeUpload,
 )
-from dtorch_runtime.node.executor import Executor, ExecutorEvent, ReportEvent
+from dtorch_runtime.node.executor import Executor, ExecutorEvent, Replied, ReportEvent
 from dtorch_runtime.node.state import NodeConfig, NodeState
 from dtorch_runtime.settings import Settings
+from dtorch_runtime.tape import SessionTapes
 from dtorch_runtime.transport.advertised import as_seen_from
 from dtorch_runtime.transport.base import ClientLink, Message
 from dtorch_runtime.transport.heartbeat import HeartbeatClient
 from dtorch_runtime.transport.security import CurveKeys
 from dtorch_runtime.wire.codec import MalformedMessage, decode_to_node, encode
+from dtorch_runtime.wire.messages import tag_of
+from dtorch_runtime.wire.records import AskClock, ClockReply, StartTrace, TraceReply
 
 _logger = logging.getLogger(__name__)
 #: Makes the executor, given where it reports to. Called on a thread of its own; may take seconds.
@@ -93,6 +98,9 @@ class NodeAgent:
         self._is_calling = False
         self._events: deque[Event] = deque()
         self._is_handling = False
+        #: What one event is: ``_step``, or ``_step_timed`` while somebody profiles.
+        self._take: Callable[[Event], None] = self._step
+        self._tapes = SessionTapes()
         self._ended: asyncio.Future[Leave] = self._loop.create_future()
         self.state = NodeState(config)
 
@@ -179,7 +187,7 @@ class NodeAgent:
         reports = self._reports
         events = []
         while reports:
-            events.append(reports.popleft())
+            events.append(self._with_own_lane(reports.popleft()))
         if events:
             self._handle(Reported(events=events))
 
@@ -200,10 +208,30 @@ class NodeAgent:
         self._is_handling = True
         try:
             while self._events:
-                for action in self.state.handle(self._events.popleft()):
-                    self._act(action)
+                self._take(self._events.popleft())
         finally:
             self._is_handling = False
+
+    def _step(self, event: Event) -> None:
+        for action in self.state.handle(event):
+            self._act(action)
+
+    def _step_timed(self, event: Event) -> None:
+        start_ns = time.monotonic_ns()
+        self._step(event)
+        if isinstance(event, Received):
+            message = event.message
+            number = getattr(message, "seq", getattr(message, "request_id", 0))
+            num_bytes = sum(memoryview(frame).nbytes for frame in event.frames)
+            self._tapes.add(getattr(message, "session", None), tag_of(message), number, start_ns, num_bytes)
+        else:
+            name = "reports of workers" if isinstance(event, Reported) else type(event).__name__
+            self._tapes.add(None, name, 0, start_ns, 0)
+        self._tapes.keep(self.state.sessions.__contains__)
+        self._choose_step()
+
+    def _choose_step(self) -> None:
+        self._take = self._step_timed if self._tapes else self._step
 
     # ---- actions ----
 
@@ -221,10 +249,36 @@ class NodeAgent:
             if isinstance(action, Joined):
                 self._joined.set()
                 self._start_heartbeats(action.heartbeat_endpoint)
+            elif isinstance(action, TakeQuestion) and self._answer(action):
+                return
             if self._executor is None:
                 self._waiting_calls.append(action)
             else:
                 self._call(self._executor, action)
+
+    def _answer(self, action: TakeQuestion) -> bool:
+        """The shell's part of a question; whether that is all of it."""
+        question = action.question
+        if isinstance(question, AskClock):
+            reply = ClockReply(time.monotonic_ns())
+            told = Replied(session=action.session, request_id=action.request_id, reply=reply)
+            self._events.append(Reported(events=[told]))
+            return True
+        if isinstance(question, StartTrace):
+            self._tapes.start(action.session, question.max_spans)
+            self._choose_step()
+        return False
+
+    def _with_own_lane(self, event: ExecutorEvent) -> ExecutorEvent:
+        """A trace of the executor, and of this event loop until now."""
+        if not isinstance(event, Replied) or not isinstance(event.reply, TraceReply):
+            return event
+        tape = self._tapes.stop(event.session)
+        self._choose_step()
+        if tape is None:
+            return event
+        reply = TraceReply([tape.lane("node"), *event.reply.lanes])
+        return Replied(session=event.session, request_id=event.request_id, reply=reply)
 
     def _start_heartbeats(self, endpoint: str) -> None:
         if not self._has_heartbeats or not endpoint:
@@ -269,6 +323,8 @@ def perform(executor: Executor, call: ExecutorCall) -> None:
         executor.fetch(call.session, call.request_id, call.value_id, call.device)
     elif isinstance(call, TakeUpload):
         executor.upload(call.message, call.frame)
+    elif isinstance(call, TakeQuestion):
+        executor.ask(call.session, call.request_id, call.question)
     elif isinstance(call, AddTemplates):
         executor.define_templates(call.session, call.records)
     elif isinstance(call, AddMesh):

@@ -9,7 +9,7 @@ import msgspec
 
 from dtorch_runtime.node.executor import ExecutorEvent
 from dtorch_runtime.wire.messages import Message, ToNode, Upload
-from dtorch_runtime.wire.records import MeshRecord, NodeRecord, TemplateRecord
+from dtorch_runtime.wire.records import MeshRecord, NodeRecord, Question, TemplateRecord
 
 # ---- events ----
 
@@ -143,6 +143,14 @@ class StartFetch(msgspec.Struct, frozen=True, kw_only=True):
     device: int
 
 
+class TakeQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """``Executor.ask``; what the shell knows by itself it answers itself."""
+
+    session: int
+    request_id: int
+    question: Question
+
+
 #: Actions that are calls of the executor. Those that come before it exists wait for it, in order.
 ExecutorCall: TypeAlias = (
     Joined
@@ -155,5 +163,6 @@ ExecutorCall: TypeAlias = (
     | RunOps
     | TakeUpload
     | StartFetch
+    | TakeQuestion
 )
 Action: TypeAlias = Send | Leave | ExecutorCall

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from dtorch_runtime.wire.messages import Upload
-from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
+from dtorch_runtime.wire.records import (
+    FailureRecord,
+    MeshRecord,
+    NodeRecord,
+    Question,
+    Reply,
+    TemplateRecord,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +59,16 @@ class ValueMissing:
     failure: FailureRecord
 
 
-ExecutorEvent: TypeAlias = Completed | OpRaised | ValueReady | ValueMissing
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replied:
+    """The answer to a question."""
+
+    session: int
+    request_id: int
+    reply: Reply
+
+
+ExecutorEvent: TypeAlias = Completed | OpRaised | ValueReady | ValueMissing | Replied
 #: Called from any thread; must not block.
 ReportEvent: TypeAlias = Callable[[ExecutorEvent], None]
 
@@ -93,6 +109,9 @@ class Executor(Protocol):
 
     def fetch(self, session: int, request_id: int, value_id: int, device: int) -> None:
         """Report the device's piece of a value once the work before this call is done."""
+
+    def ask(self, session: int, request_id: int, question: Question) -> None:
+        """Report the answer to a question. Traces begin and end behind the work before this call."""
 
     def close(self, timeout_s: float) -> None:
         """Stop the workers; called once. Raises ClusterTimeout naming a worker that does not stop."""

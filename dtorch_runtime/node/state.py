@@ -30,11 +30,14 @@ from dtorch_runtime.node.events import (
     RunOps,
     Send,
     StartFetch,
+    TakeQuestion,
     TakeUpload,
 )
-from dtorch_runtime.node.executor import Completed, ExecutorEvent, OpRaised, ValueMissing, ValueReady
+from dtorch_runtime.node.executor import Completed, ExecutorEvent, OpRaised, Replied, ValueMissing, ValueReady
 from dtorch_runtime.wire.messages import (
     PROTOCOL_VERSION,
+    Answer,
+    Ask,
     ClusterClosing,
     DefineMesh,
     DefineTemplates,
@@ -153,6 +156,7 @@ class NodeState:
             Subgraph: self._on_subgraph,
             Upload: self._on_upload,
             Fetch: self._on_fetch,
+            Ask: self._on_ask,
             NodeJoined: self._on_node_joined,
             NodeDown: self._on_node_down,
         }
@@ -294,6 +298,12 @@ class NodeState:
             )
         )
 
+    def _on_ask(self, message: Ask, frames: Sequence[Any]) -> None:
+        self._work(message.session)
+        self._actions.append(
+            TakeQuestion(session=message.session, request_id=message.request_id, question=message.question)
+        )
+
     def _on_node_joined(self, message: NodeJoined, frames: Sequence[Any]) -> None:
         self._actions.append(PeerNodeJoined(node=message.node))
 
@@ -316,6 +326,8 @@ class NodeState:
                 touched[event.session] = work
             elif isinstance(event, OpRaised):
                 self._send(OpFailed(session=event.session, failure=event.failure))
+            elif isinstance(event, Replied):
+                self._send(Answer(session=event.session, request_id=event.request_id, reply=event.reply))
             elif work.fetches.pop(event.request_id, None) is not None:
                 self._answer_fetch(event)
         for session, work in touched.items():

@@ -6,6 +6,7 @@ an uploaded value gives what was uploaded. Failures are scripted by op name, and
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,12 +18,25 @@ from dtorch_runtime.node.executor import (
     Completed,
     ExecutorEvent,
     OpRaised,
+    Replied,
     ReportEvent,
     ValueMissing,
     ValueReady,
 )
 from dtorch_runtime.wire.messages import Upload
-from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
+from dtorch_runtime.wire.records import (
+    AskCounts,
+    ClockReply,
+    CountsReply,
+    FailureRecord,
+    MeshRecord,
+    NodeRecord,
+    Question,
+    Reply,
+    StopTrace,
+    TemplateRecord,
+    TraceReply,
+)
 
 #: Ops of this namespace exchange data among all devices of their meshes.
 _EXCHANGING = "dtorch::"
@@ -171,6 +185,17 @@ class NullExecutor:
                     data=memoryview(bytes(value.data)),
                 )
             self._report(event)
+
+        self._start(session, work)
+
+    def ask(self, session: int, request_id: int, question: Question) -> None:
+        def work(state: _Session) -> None:
+            reply: Reply = ClockReply(time.monotonic_ns())
+            if isinstance(question, StopTrace):
+                reply = TraceReply([])
+            elif isinstance(question, AskCounts):
+                reply = CountsReply({})
+            self._report(Replied(session=session, request_id=request_id, reply=reply))
 
         self._start(session, work)
 

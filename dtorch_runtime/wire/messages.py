@@ -11,7 +11,14 @@ from typing import TypeAlias
 
 import msgspec
 
-from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
+from dtorch_runtime.wire.records import (
+    FailureRecord,
+    MeshRecord,
+    NodeRecord,
+    Question,
+    Reply,
+    TemplateRecord,
+)
 
 #: Raised by one whenever a message changes. Both sides must have the same.
 PROTOCOL_VERSION = 2
@@ -19,6 +26,11 @@ PROTOCOL_VERSION = 2
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages."""
+
+
+def tag_of(message: Message) -> str:
+    """What a message is called."""
+    return str(type(message).__struct_config__.tag)
 
 
 # ---- to the controller, from a client ----
@@ -78,6 +90,14 @@ class Fetch(Message, frozen=True, kw_only=True, tag="fetch"):
     request_id: int
     value_id: int
     device: int
+
+
+class Ask(Message, frozen=True, kw_only=True, tag="ask"):
+    """Asks the controller and every node of the session. Also sent on to nodes, with the session filled in."""
+
+    session: int = 0
+    request_id: int
+    question: Question
 
 
 class ClientBye(Message, frozen=True, kw_only=True, tag="client_bye"):
@@ -152,6 +172,15 @@ class OpFailed(Message, frozen=True, kw_only=True, tag="op_failed"):
     failure: FailureRecord
 
 
+class Answer(Message, frozen=True, kw_only=True, tag="answer"):
+    """Answers an ``Ask``. Also sent on to the client, with the node's name filled in; the controller has none."""
+
+    session: int
+    request_id: int
+    node: str = ""
+    reply: Reply
+
+
 class NodeBye(Message, frozen=True, kw_only=True, tag="node_bye"):
     """The node leaves on purpose."""
 
@@ -179,6 +208,13 @@ class Credit(Message, frozen=True, kw_only=True, tag="credit"):
     """All nodes are done with the session's messages up to ``seq``."""
 
     seq: int
+
+
+class Asked(Message, frozen=True, kw_only=True, tag="asked"):
+    """Who will answer an ``Ask``, beside the controller. A ``NodeDown`` says that one of them will not after all."""
+
+    request_id: int
+    nodes: list[str]
 
 
 class NodeJoined(Message, frozen=True, kw_only=True, tag="node_joined"):
@@ -247,6 +283,7 @@ ToController: TypeAlias = (
     | Ops
     | Upload
     | Fetch
+    | Ask
     | ClientBye
     | StatusRequest
     | StopCluster
@@ -255,6 +292,7 @@ ToController: TypeAlias = (
     | ValueData
     | FetchFailed
     | OpFailed
+    | Answer
     | NodeBye
 )
 ToClient: TypeAlias = (
@@ -268,6 +306,8 @@ ToClient: TypeAlias = (
     | ValueData
     | FetchFailed
     | OpFailed
+    | Asked
+    | Answer
 )
 ToNode: TypeAlias = (
     NodeWelcome
@@ -279,6 +319,7 @@ ToNode: TypeAlias = (
     | Subgraph
     | Upload
     | Fetch
+    | Ask
     | NodeJoined
     | NodeDown
     | ClusterClosing

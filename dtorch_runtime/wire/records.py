@@ -224,6 +224,67 @@ class FailureRecord(msgspec.Struct, frozen=True, array_like=True):
     shortage: ShortageRecord | None = None
 
 
+class AskClock(msgspec.Struct, frozen=True, tag="ask_clock", tag_field="t"):
+    """What time is it? Answered with a ``ClockReply``."""
+
+
+class StartTrace(msgspec.Struct, frozen=True, tag="start_trace", tag_field="t"):
+    """Note what the session's work takes from now on, the last ``max_spans`` spans of each lane.
+
+    Answered with a ``ClockReply``. Workers begin behind the work that they have.
+    """
+
+    max_spans: int
+
+
+class StopTrace(msgspec.Struct, frozen=True, tag="stop_trace", tag_field="t"):
+    """Note no more. Answered with a ``TraceReply``, by workers behind the work that they have."""
+
+
+class AskCounts(msgspec.Struct, frozen=True, tag="ask_counts", tag_field="t"):
+    """How much has moved? Answered with a ``CountsReply``."""
+
+
+#: What a client can ask the controller and all nodes.
+Question: TypeAlias = AskClock | StartTrace | StopTrace | AskCounts
+
+
+class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What one thread did. ``kind`` is controller, node or worker; ``device`` is a worker's, else -1.
+
+    ``spans`` are int64, five a span: what, detail, start and end on the clock of ``ClockReply``, extra. In the lanes
+    of the controller and of nodes they are: index into ``names``, seq or request id, ..., bytes of the payload. In
+    those of workers: template id, location id, ..., 1 when the op failed; or -1, seq, ..., 0 for a whole batch.
+    """
+
+    kind: str
+    device: int
+    names: list[str]
+    num_dropped: int
+    spans: bytes
+
+
+class ClockReply(msgspec.Struct, frozen=True, tag="clock", tag_field="t"):
+    """``time.monotonic_ns()`` of the process that answers."""
+
+    clock_ns: int
+
+
+class TraceReply(msgspec.Struct, frozen=True, tag="trace", tag_field="t"):
+    """The lanes of the process that answers."""
+
+    lanes: list[LaneRecord]
+
+
+class CountsReply(msgspec.Struct, frozen=True, tag="counts", tag_field="t"):
+    """Bytes of tensors that the node has sent to other nodes since it joined, by their names."""
+
+    sent_bytes: dict[str, int]
+
+
+Reply: TypeAlias = ClockReply | TraceReply | CountsReply
+
+
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     """A node as others see it. ``devices`` are its cluster-wide ids; ``data_endpoint`` its data plane."""
 

@@ -17,6 +17,7 @@ from dtorch_runtime.ir.records import mesh_from_record
 from dtorch_runtime.node.executor import (
     Completed,
     OpRaised,
+    Replied,
     ReportEvent,
     ValueMissing,
     ValueReady,
@@ -25,7 +26,21 @@ from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.security import CurveKeys
 from dtorch_runtime.transport.segments import SegmentPool
 from dtorch_runtime.wire.messages import Upload
-from dtorch_runtime.wire.records import FailureRecord, MeshRecord, NodeRecord, TemplateRecord
+from dtorch_runtime.wire.records import (
+    AskCounts,
+    ClockReply,
+    CountsReply,
+    FailureRecord,
+    LaneRecord,
+    MeshRecord,
+    NodeRecord,
+    Question,
+    Reply,
+    StartTrace,
+    StopTrace,
+    TemplateRecord,
+    TraceReply,
+)
 from dtorch_runtime.worker.blobs import ChunkedTensor, Poison, bytes_of, name_of
 from dtorch_runtime.worker.collectives.base import Network
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
@@ -88,6 +103,8 @@ class _OpenSession:
         self.shared = Session(number)
         #: Every device that may take part in an op. It only grows, so that seqs complete in order.
         self.devices: dict[int, tuple[Worker, DeviceSession]] = {}
+        #: Spans of each lane while the client profiles, else None.
+        self.max_spans: int | None = None
         #: By value and devices: each device may be sent a piece of its own.
         self.uploads: dict[tuple[int, tuple[int, ...]], ChunkedTensor] = {}
 
@@ -324,6 +341,35 @@ class WorkerExecutor:
             )
         )
 
+    def ask(self, session: int, request_id: int, question: Question) -> None:
+        entry = self._open(session)
+        reply: Reply = ClockReply(time.monotonic_ns())
+        if isinstance(question, StartTrace):
+            entry.max_spans = question.max_spans
+            for worker, values in entry.devices.values():
+                worker.submit(partial(values.start_trace, question.max_spans))
+        elif isinstance(question, StopTrace):
+            self._stop_trace(entry, request_id)
+            return
+        elif isinstance(question, AskCounts):
+            reply = CountsReply({} if self._network is None else self._network.sent_bytes())
+        self._report(Replied(session=session, request_id=request_id, reply=reply))
+
+    def _stop_trace(self, entry: _OpenSession, request_id: int) -> None:
+        entry.max_spans = None
+        lanes: list[LaneRecord] = []
+
+        def report() -> None:
+            lanes.sort(key=lambda lane: lane.device)
+            reply = TraceReply(lanes)
+            self._report(Replied(session=entry.shared.number, request_id=request_id, reply=reply))
+
+        ticket = _Ticket(len(entry.devices), report)
+        for worker, values in entry.devices.values():
+            worker.submit(partial(_take_lane, values, lanes, ticket))
+        if not entry.devices:
+            report()
+
     def close(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         for session in list(self._sessions):
@@ -364,6 +410,8 @@ class WorkerExecutor:
             self._report_failure,
             self._totals[device],
         )
+        if entry.max_spans is not None:
+            values.start_trace(entry.max_spans)
         entry.devices[device] = (worker, values)
 
     def _ticket(self, entry: _OpenSession, seq: int) -> _Ticket:
@@ -405,6 +453,15 @@ def _run_batch(values: DeviceSession, seq: int, words: list[int], ticket: _Ticke
         if not values.session.is_ended:
             values.run(seq, words)
     finally:  # whoever waits for the batch is not to wait for ever, whatever happened
+        ticket.done()
+
+
+def _take_lane(values: DeviceSession, lanes: list[LaneRecord], ticket: _Ticket) -> None:
+    try:
+        lane = values.stop_trace()
+        if lane is not None:
+            lanes.append(lane)
+    finally:
         ticket.done()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic_ns
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +13,11 @@ from dtorch_runtime.ir.body import expand, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import layout_from_record
 from dtorch_runtime.ir.stream import FREE, walk
+from dtorch_runtime.tape import BATCH, Tape
 from dtorch_runtime.wire.records import (
     DeviceMemoryRecord,
     FailureRecord,
+    LaneRecord,
     ShortageRecord,
     TemplateRecord,
     TransferArg,
@@ -107,7 +111,10 @@ class DeviceSession:
         self._redistributor = redistributor
         self._report_failure = report_failure
         self._seq = 0
-        self._runners = _Runners(self._make_runner)
+        #: Runners of ops, and those that are used: the same, or timed ones while somebody profiles.
+        self._plain = _Runners(self._make_runner)
+        self._runners = self._plain
+        self._tape: Tape | None = None
         #: Templates with a body that have run, by id.
         self._bodies: dict[int, CompiledBody] = {}
         self._total = total or DeviceTotal()
@@ -120,11 +127,28 @@ class DeviceSession:
         """Make the batch that runs now stop at its next op. Called from the agent's loop."""
         self.session.is_ended = True
         self._runners.clear()
+        self._plain.clear()
 
     def run(self, seq: int, words: list[int]) -> None:
         """Run a batch of op records. Errors become failures of their ops; the rest of the batch goes on."""
         self._seq = seq
+        if self._tape is None:
+            self._run(words, 0)
+            return
+        start_ns = monotonic_ns()
         self._run(words, 0)
+        self._tape.add(BATCH, seq, start_ns)
+
+    def start_trace(self, max_spans: int) -> None:
+        """Note what each op takes, from the next batch on."""
+        tape = self._tape = Tape(max_spans)
+        self._runners = _Runners(partial(self._timed_runner, tape))
+
+    def stop_trace(self) -> LaneRecord | None:
+        """Note no more; what was noted."""
+        tape, self._tape = self._tape, None
+        self._runners = self._plain
+        return None if tape is None else tape.lane("worker", self._device)
 
     def _run(self, words: list[int], i: int) -> None:
         runners = self._runners
@@ -183,6 +207,7 @@ class DeviceSession:
         if before is not None:
             before.clear()
         self._runners.clear()
+        self._plain.clear()
         self._bodies.clear()
 
     def _reclaim(self) -> None:
@@ -322,7 +347,7 @@ class DeviceSession:
             for value_id in words[i + first : i + first + record.num_outputs]:
                 check_plain(self.blobs.get(value_id))
             if not self.session.is_ended:
-                self._runners[template_id] = runner
+                self._plain[template_id] = runner
             return stop
 
         return run
@@ -414,8 +439,50 @@ class DeviceSession:
             start = self._after_error(expanded, starts[stopped.step], error)
         error.__traceback__ = None  # it holds what the call has dropped since
         self._run(expanded, start)
+        self._drop_inner(record, ids)
+
+    def _drop_inner(self, record: TemplateRecord, ids: list[int]) -> None:
         for value_id in ids[1 + record.num_inputs + record.num_outputs :]:
             self.blobs.pop(value_id, None)
+
+    # ---- while somebody profiles ----
+
+    def _timed_runner(self, tape: Tape, template_id: int) -> Runner:
+        """Does what the plain one does, and notes how long it took."""
+        if self.session.is_ended:
+            raise SessionEnded
+        plain, add = self._plain, tape.add
+        if template_id == FREE:
+            return plain[FREE]
+        record = self.session.templates.get(template_id)
+        if record is not None and record.body is not None:
+            return self._timed_body(tape, record)
+
+        def run(words: list[int], i: int) -> int:
+            start_ns = monotonic_ns()
+            try:
+                stop = plain[template_id](words, i)
+            except BaseException:
+                add(template_id, words[i + 1], start_ns, 1)
+                raise
+            add(template_id, words[i + 1], start_ns)
+            return stop
+
+        return run
+
+    def _timed_body(self, tape: Tape, record: TemplateRecord) -> Runner:
+        """A captured call op by op, so that each is seen."""
+        steps = parse_body(record, self.session.templates)
+
+        def run(words: list[int], i: int) -> int:
+            start_ns = monotonic_ns()
+            expanded, _, ids = expand(record, steps, words, i)
+            self._run(expanded, 0)
+            self._drop_inner(record, ids)
+            tape.add(record.template_id, words[i + 1], start_ns)
+            return i + record.width
+
+        return run
 
 
 def _raising_runner(error: Exception) -> Runner:

@@ -16,6 +16,7 @@ from dtorch_runtime.node.executor import (
     Executor,
     ExecutorEvent,
     OpRaised,
+    Replied,
     ReportEvent,
     ValueMissing,
     ValueReady,
@@ -23,7 +24,20 @@ from dtorch_runtime.node.executor import (
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.testing.null_executor import NullExecutor
 from dtorch_runtime.wire.messages import Upload
-from dtorch_runtime.wire.records import Arg, ListArg, MeshRecord, Slot, TemplateRecord
+from dtorch_runtime.wire.records import (
+    Arg,
+    AskClock,
+    AskCounts,
+    ClockReply,
+    CountsReply,
+    ListArg,
+    MeshRecord,
+    Slot,
+    StartTrace,
+    StopTrace,
+    TemplateRecord,
+    TraceReply,
+)
 
 _WAIT_S = 10.0
 #: An op that raises in every executor: torch's because there is no such dim, the null one because it is told to.
@@ -236,3 +250,26 @@ def test_data_is_plain_bytes(driver):
     data: Any = event.data
     assert (data.format, data.ndim, data.contiguous) == ("B", 1, True)
     array("B").frombytes(data)
+
+
+def test_questions_are_answered_and_a_trace_ends_behind_the_work_before_it(driver):
+    for request_id, question in enumerate((AskClock(), AskCounts(), StartTrace(10))):
+        driver.executor.ask(1, request_id, question)
+    driver.executor.run(1, 1, [MAKE, 0, 10])
+    driver.executor.ask(1, 3, StopTrace())
+    events = []
+    for event in driver.take_events():
+        events.append(event)
+        if isinstance(event, Replied) and event.request_id == 3:
+            break
+    replies = {event.request_id: event.reply for event in events if isinstance(event, Replied)}
+    assert [type(replies[i]) for i in range(4)] == [ClockReply, CountsReply, ClockReply, TraceReply]
+    assert replies[1].sent_bytes == {}
+    assert events.index(Completed(session=1, seq=1)) < len(events) - 1
+
+
+def test_a_trace_of_a_session_without_devices_is_empty(driver):
+    driver.executor.open_session(2)
+    driver.executor.ask(2, 7, StopTrace())
+    event = next(e for e in driver.take_events() if isinstance(e, Replied))
+    assert event == Replied(session=2, request_id=7, reply=TraceReply([]))

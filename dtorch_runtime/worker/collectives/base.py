@@ -116,5 +116,8 @@ class Network(Protocol):
     def send(self, node: str, key: ParcelKey, value: Blob) -> None:
         """Hand over a parcel; the caller may write to ``value`` as soon as this returns."""
 
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes of tensors that were sent to each other agent that is connected."""
+
     def close(self, timeout_s: float) -> None:
         """Send what is queued for at most ``timeout_s``, and end. Raises ClusterTimeout."""

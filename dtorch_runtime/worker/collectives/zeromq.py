@@ -64,9 +64,16 @@ class _Peer:
         self._lock = threading.Lock()
         self._socket = socket
         self._is_closed = False
+        #: Of tensors, through the socket or through shared memory.
+        self.num_sent_bytes = 0
 
-    def send(self, header: bytes, payload: memoryview | None, ledger: UnsentLedger) -> None:
+    def send(
+        self, header: bytes, payload: memoryview | None, ledger: UnsentLedger, num_shared_bytes: int = 0
+    ) -> None:
         """Queue one message without waiting; dropped when the peer is gone.
+
+        Args:
+            num_shared_bytes: what the message says to be in shared memory.
 
         Raises:
             TransportError: the peer does not read and its queue is full.
@@ -74,6 +81,7 @@ class _Peer:
         with self._lock:
             if self._is_closed:
                 return
+            self.num_sent_bytes += num_shared_bytes if payload is None else payload.nbytes
             try:
                 if payload is None:
                     self._socket.send(header, zmq.NOBLOCK)
@@ -172,6 +180,9 @@ class ZmqNetwork:
         peer.close()
         self._command(partial(self._forget, peer.record))
 
+    def sent_bytes(self) -> dict[str, int]:
+        return {name: peer.num_sent_bytes for name, peer in self._peers.items()}
+
     def close(self, timeout_s: float) -> None:
         if self._wake < 0:
             return
@@ -230,7 +241,7 @@ class ZmqNetwork:
             segment=segment.name,
             node=self._node,
         )
-        peer.send(encode_data(message), None, self._ledger)
+        peer.send(encode_data(message), None, self._ledger, num_bytes)
         return True
 
     def _send_chunks(self, peer: _Peer, place: Place, value: torch.Tensor, num_bytes: int) -> None:

@@ -16,6 +16,8 @@ from dtorch_runtime.errors import ClusterTimeout
 class Nobody:
     """A session whose thread does all the reading."""
 
+    tape = None
+
     def __init__(self, wait_timeout_s: float) -> None:
         self.wait_timeout_s = wait_timeout_s
         self.num_needed = 0

@@ -9,6 +9,7 @@ import pytest
 
 from dtorch.session import (
     Action,
+    Answers,
     ControllerGone,
     FetchDone,
     FetchMissed,
@@ -18,6 +19,8 @@ from dtorch.session import (
     SyncReached,
 )
 from dtorch_runtime.wire.messages import (
+    Answer,
+    Asked,
     ClusterClosing,
     Credit,
     FetchFailed,
@@ -28,7 +31,7 @@ from dtorch_runtime.wire.messages import (
     Status,
     ValueData,
 )
-from dtorch_runtime.wire.records import FailureRecord, NodeRecord
+from dtorch_runtime.wire.records import ClockReply, FailureRecord, NodeRecord
 
 
 def new_state(*, max_ops: int = 10, max_bytes: int = 100) -> SessionState:
@@ -225,3 +228,51 @@ def test_invariants_hold_in_any_order(rng: random.Random) -> None:
             case 6:
                 state.start_sync(rng.randint(0, state.seq))
         state.validate()
+
+
+def answer(request_id: int, node: str = "", clock_ns: int = 1) -> Answer:
+    return Answer(session=1, request_id=request_id, node=node, reply=ClockReply(clock_ns))
+
+
+@pytest.mark.parametrize("is_asked_last", [False, True])
+def test_a_question_is_over_when_all_have_answered(is_asked_last):
+    state = new_state()
+    number = state.start_question()
+    events = [answer(number), Asked(request_id=number, nodes=["a", "b"])]
+    for event in reversed(events) if is_asked_last else events:
+        assert state.handle(event) == []
+    assert state.handle(answer(number, "b", 3)) == []
+    assert state.handle(answer(number, "b", 4)) == [], "twice"
+    replies = {"": ClockReply(1), "a": ClockReply(2), "b": ClockReply(3)}
+    assert state.handle(answer(number, "a", 2)) == [Answers(number, replies, {})]
+    assert state.handle(answer(number, "a", 2)) == []
+    state.validate()
+
+
+def test_the_controller_alone_may_answer():
+    state = new_state()
+    number = state.start_question()
+    state.handle(Asked(request_id=number, nodes=[]))
+    assert state.handle(answer(number)) == [Answers(number, {"": ClockReply(1)}, {})]
+
+
+def test_a_question_does_not_wait_for_a_lost_node_and_names_it():
+    state = new_state()
+    first, second = state.start_question(), state.start_question()
+    for number in (first, second):
+        state.handle(Asked(request_id=number, nodes=["a", "b"]))
+        state.handle(answer(number))
+    state.handle(answer(first, "a", 2))
+    actions = state.handle(NodeDown(name="b", devices=[2, 3], reason="silent"))
+    assert actions == [Answers(first, {"": ClockReply(1), "a": ClockReply(2)}, {"b": "silent"})]
+    (done,) = state.handle(answer(second, "a", 5))
+    assert isinstance(done, Answers)
+    assert done.lost == {"b": "silent"}
+    state.validate()
+
+
+def test_a_question_ends_with_the_session():
+    state = new_state()
+    number = state.start_question()
+    assert ControllerGone("silent") in state.handle(PeerLost("silent"))
+    assert state.handle(Asked(request_id=number, nodes=[])) == []

@@ -25,11 +25,21 @@ from dtorch_runtime.node.events import (
     RunOps,
     Send,
     StartFetch,
+    TakeQuestion,
     TakeUpload,
 )
-from dtorch_runtime.node.executor import Completed, ExecutorEvent, OpRaised, ValueMissing, ValueReady
+from dtorch_runtime.node.executor import (
+    Completed,
+    ExecutorEvent,
+    OpRaised,
+    Replied,
+    ValueMissing,
+    ValueReady,
+)
 from dtorch_runtime.node.state import NodeConfig, NodeState
 from dtorch_runtime.wire.messages import (
+    Answer,
+    Ask,
     ClusterClosing,
     DefineMesh,
     DefineTemplates,
@@ -49,7 +59,7 @@ from dtorch_runtime.wire.messages import (
     Subgraph,
     ValueData,
 )
-from dtorch_runtime.wire.records import NodeRecord
+from dtorch_runtime.wire.records import CountsReply, NodeRecord, StopTrace
 from tests.support.control import KEY, failure, mesh, template, upload
 
 CHUNK_BYTES = 16
@@ -133,6 +143,11 @@ def test_hello_and_welcome() -> None:
         ),
         (Subgraph(session=1, seq=3), [b"ops"], RunOps(session=1, seq=3, frame=b"ops")),
         (fetch(7), [], StartFetch(session=1, request_id=7, value_id=5, device=0)),
+        (
+            Ask(session=1, request_id=7, question=StopTrace()),
+            [],
+            TakeQuestion(session=1, request_id=7, question=StopTrace()),
+        ),
         (NodeJoined(node=OTHER), [], PeerNodeJoined(node=OTHER)),
         (
             NodeDown(name="other", devices=[2, 3], reason="gone"),
@@ -213,6 +228,13 @@ def test_missing_value(rig: Rig) -> None:
     missing = ValueMissing(session=1, request_id=7, device=0, failure=failure())
     assert rig.report(missing) == [FetchFailed(session=1, request_id=7, device=0, failure=failure())]
     assert rig.report(missing) == []
+
+
+def test_answers_are_sent_on(rig: Rig) -> None:
+    reply = CountsReply({"other": 5})
+    answers = rig.report(Replied(session=1, request_id=7, reply=reply))
+    assert answers == [Answer(session=1, request_id=7, reply=reply)]
+    assert rig.report(Replied(session=2, request_id=7, reply=reply)) == []
 
 
 def test_reports_of_an_ended_session_are_dropped(rig: Rig) -> None:

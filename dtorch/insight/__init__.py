@@ -1,0 +1,1 @@
+"""What the engine does, shown: traces, counters, graphs."""
