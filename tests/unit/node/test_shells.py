@@ -154,10 +154,15 @@ async def test_work_waits_for_an_executor_that_is_still_being_made(stage: Stages
 
 
 async def test_executor_that_cannot_be_made_ends_the_node(stage: Stages) -> None:
+    has_joined = threading.Event()
+
     def never(report: ReportEvent) -> Executor:
+        # Sooner, and the agent would have left before the stage is set.
+        assert has_joined.wait(5)
         raise ImportError("no torch here")
 
     made = await stage(never)
+    has_joined.set()
     leave = await asyncio.wait_for(made.agents[0], 5)
     assert leave.is_broken
     assert "no torch here" in leave.reason
