@@ -309,3 +309,9 @@ def local_shape(shape: tuple[int, ...], layout: Layout) -> Arg:
 
 def _is_shard(placement: object) -> bool:
     return hasattr(placement, "dim")
+
+
+def rounds_nothing(call: Call) -> bool:
+    """Whether the first input is of a dtype in which an average is exact: rounded terms add up to another number."""
+    dtype = call.inputs[0].dtype
+    return dtype.is_floating_point or dtype.is_complex

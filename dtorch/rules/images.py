@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtorch.rules.call import Call, local_shape
+from dtorch.rules.call import Call, local_shape, rounds_nothing
 from dtorch.rules.dsl import rule
 from dtorch.rules.empty import localized_or_zeros, or_zeros
 from dtorch.rules.equation import Matched
@@ -39,6 +39,7 @@ for _count, (_before, _after) in _SPACES.items():
         _RESIZES[_count],
         f"{_small}->{_large}",
         linear="a",
+        linear_if=rounds_nothing,
         whole=_space,
         specialize=or_zeros,
         shape=resized,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from dtorch.rules.call import Call
+from dtorch.rules.call import Call, rounds_nothing
 from dtorch.rules.dsl import full_names, rule
 from dtorch.rules.empty import localized_or_zeros, or_zeros
 from dtorch.rules.equation import Matched
@@ -73,6 +73,7 @@ for _of, _names in (
         _names,
         _average(_of),
         linear="a",
+        linear_if=rounds_nothing,
         whole=_whole(_of),
         grouped="pqr",
         localize=_localize,
@@ -82,6 +83,7 @@ for _of, _names in (
         " ".join(f"{name}_backward" for name in _names.split()),
         _average(_of),
         linear="a",
+        linear_if=rounds_nothing,
         whole=_whole(_of),
         grouped="pqr",
         slices="*",

@@ -170,6 +170,14 @@ POOLING = [
     *_pooling(2),
     *_pooling(3),
     call(aten.avg_pool2d.default, real(2, 12, 5), [2, 2], [2, 1], name="avg_pool2d of tiles"),
+    call(aten.avg_pool2d.default, real(2, 4, 6).mul(9).long(), [3, 1], [1, 1], name="avg_pool2d of integers"),
+    call(
+        aten.upsample_bilinear2d.default,
+        real(1, 2, 4, 4).mul(40).add(99).byte(),
+        [6, 7],
+        False,
+        name="bilinear of bytes",
+    ),
     call(
         aten.avg_pool2d_backward.default,
         real(2, 6, 4),

@@ -61,10 +61,7 @@ def replace_tensors(value: Any, tensors: list[Any]) -> Any:
 
 def choices(tensor: torch.Tensor) -> list[Placement]:
     """Placements of one tensor along one axis."""
-    found: list[Placement] = [Replicate(), *map(Shard, range(tensor.ndim))]
-    if tensor.dtype.is_floating_point:
-        found.append(Partial("sum"))
-    return found
+    return [Replicate(), *map(Shard, range(tensor.ndim)), Partial("sum")]
 
 
 def expected(sample: Sample) -> list[torch.Tensor]:
@@ -136,7 +133,8 @@ def check_all(sample: Sample, mesh: DeviceMesh, limit: int = 300) -> list[tuple[
 def claimed(sample: Sample, mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
     """The placements of the signatures that the rule's table claims for a sample along the one axis of ``mesh``.
 
-    None where the rule has no equation. Sums of integers and bools are left out: their terms cannot be made up.
+    None where the rule has no equation. Left out are products of integers, whose terms cannot be made up, and the
+    largest and least of complex numbers, which do not exist.
     """
     layout = Layout(mesh, (Replicate(),))
     whole = (sample.make(), sample.kwargs)
@@ -153,9 +151,8 @@ def claimed(sample: Sample, mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
     found = []
     for signature in signatures(equation):
         can_be_made = all(
-            not isinstance(coded, str)
-            or t.dtype.is_floating_point
-            or (coded in ("max", "min") and not t.dtype.is_complex)
+            not (coded == "prod" and not (t.dtype.is_floating_point or t.dtype.is_complex))
+            and not (coded in ("max", "min") and t.dtype.is_complex)
             for coded, t in zip(signature.inputs, tensors, strict=True)
         )
         if can_be_made and not sample.except_for(signature):
