@@ -73,6 +73,7 @@ _HOMES = {
     "capture": "dtorch.replay.capture",
     "parallelize": "dtorch.parallel",
     "profile": "dtorch.insight.profile",
+    "explain": "dtorch.insight.explain",
     "counters": "dtorch.insight.counters",
     **dict.fromkeys(("auto_redistribute", "explain_redistributions"), "dtorch.auto"),
 }
@@ -121,6 +122,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from dtorch.future import TensorFuture as TensorFuture
     from dtorch.graph import Graph as Graph
     from dtorch.insight.counters import counters as counters
+    from dtorch.insight.explain import explain as explain
     from dtorch.insight.profile import profile as profile
     from dtorch.parallel import parallelize as parallelize
     from dtorch.random import (

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dtorch.future import SyncFuture
+from dtorch.insight.drawing import dump
+from dtorch.insight.ops import shown_stream
 from dtorch_runtime.errors import MeshError
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.stream import FREE, pack
+from dtorch_runtime.ir.stream import FREE, pack, unpack
 from dtorch_runtime.transport.interrupts import DeferredInterrupts
 
 if TYPE_CHECKING:  # a session makes graphs; a recording is of one
     from dtorch.connection import Session
+    from dtorch.insight.explain import RecordedCall
     from dtorch.replay.recording import Recording
 
 #: Dropped values are told to the cluster when so many are pending, or with the next batch.
 FREE_BATCH = 16
 
+
+#: Batches that were sent and are kept for ``Graph.dump``.
+_NUM_RECENT = 8
 
 #: The name of the one axis of the mesh that tensors get when nobody names one.
 DEFAULT_AXIS = "default"
@@ -141,6 +149,9 @@ class Graph:
         self.recording: Recording | None = None
         #: Collects the values that are freed, while somebody wants to know.
         self.freed: set[int] | None = None
+        #: The last batches, packed, and the last captured call, for people.
+        self.recent: deque[bytes] = deque(maxlen=_NUM_RECENT)
+        self.last_call: RecordedCall | None = None
         self._meshes: list[DeviceMesh] = []
         self._outer: list[Graph | None] = []
         session.check_open()
@@ -248,7 +259,9 @@ class Graph:
         if self.recording is not None:
             self.recording.words += words
         num_ops, self.num_ops = self.num_ops, 0
-        self.last_seq = self.session.send_ops(self.graph_id, pack(words), num_ops)
+        frame = pack(words)
+        self.recent.append(frame)
+        self.last_seq = self.session.send_ops(self.graph_id, frame, num_ops)
 
     def flush(self) -> int:
         """Send what was appended; returns the number of the last message.
@@ -282,6 +295,26 @@ class Graph:
         # A graph outlives its values; what it has not sent yet is left to the session's thread.
         if self.words or self.dropped:
             self.session.batches.orphans.append((self.graph_id, self.words, self.num_ops, self.dropped))
+
+    # ---- for people ----
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw the ops that were issued last, up to some thousand; those of captured calls in a frame each.
+
+        Args:
+            path: ``"g.mmd"`` for mermaid text, ``"g.dot"`` for graphviz text, ``"g.svg"`` for a picture, which the
+                program ``dot`` draws. None writes nothing.
+
+        Returns:
+            The text that was drawn; for None a line for each op, with its line in the program.
+
+        Raises:
+            SettingError: another suffix, or ``dot`` is not installed.
+        """
+        with self.lock:
+            batches = [*map(unpack, self.recent), list(self.words)]
+        words = [word for batch in batches for word in batch]
+        return dump(list(shown_stream(words, self.session.templates, self.session.names)), path)
 
     # ---- waiting ----
 

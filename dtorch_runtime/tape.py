@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from time import monotonic_ns
 from typing import Final
 
-from dtorch_runtime.wire.records import LaneRecord
+from dtorch_runtime.wire.records import LaneRecord, TemplateRecord
 
 #: int64 of one span: what, detail, start, end, extra. See ``LaneRecord``.
 SPAN_WORDS: Final = 5
@@ -39,10 +39,16 @@ class Tape:
         """The same, of something that has no number."""
         self.add(self.names.setdefault(name, len(self.names)), detail, start_ns, extra)
 
-    def lane(self, kind: str, device: int = -1) -> LaneRecord:
-        """All of it, as it crosses a process."""
+    def lane(
+        self, kind: str, device: int = -1, templates: Mapping[int, TemplateRecord] | None = None
+    ) -> LaneRecord:
+        """All of it, as it crosses a process, with those of the templates that it names."""
         spans = array("q", chain.from_iterable(self._spans)).tobytes()
-        return LaneRecord(kind, device, list(self.names), self._num_added - len(self._spans), spans)
+        num_dropped = self._num_added - len(self._spans)
+        # Looked up one by one: the agent's loop adds templates meanwhile.
+        found = [(templates or {}).get(what) for what in sorted({span[0] for span in self._spans})]
+        named = [template for template in found if template is not None and template.body is None]
+        return LaneRecord(kind, device, list(self.names), num_dropped, spans, named)
 
 
 class SessionTapes:

@@ -78,6 +78,7 @@ def spans_of(
         templates: of the session.
         names: of captured functions, by the template of their calls.
     """
+    templates = {record.template_id: record for record in lane.templates} | dict(templates)
     words = array("q")
     words.frombytes(lane.spans)
     for i in range(0, len(words), SPAN_WORDS):

@@ -153,11 +153,13 @@ class Made:
     Attributes:
         inputs: the tensors that it was recorded with.
         position: the index of each value among the inputs and outputs.
+        ops: what it is made of.
     """
 
     call: Call
     inputs: list[Any]
     position: Mapping[int, int]
+    ops: Sequence[Op]
 
     def result(self, value: Any) -> Result:
         """How a replay gives again what was returned when the ops were recorded."""
@@ -229,7 +231,7 @@ def make_call(
     record, draws = make_template(ops, ids, list(outputs), written)
     template = graph.session.define_template(record) if ops else 0
     call = Call(graph, template, record, tuple(draws), tuple(described), len(ops))
-    return Made(call, inputs, position)
+    return Made(call, inputs, position, ops)
 
 
 def _find(value_id: int, known: Mapping[int, Any], ops: Sequence[Op]) -> Any:

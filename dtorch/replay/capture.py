@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, overl
 from weakref import WeakSet
 
 from dtorch.graph import Graph
+from dtorch.insight.drawing import dump
 from dtorch.replay.arguments import Arguments
 from dtorch.replay.call import NotReplayable
 from dtorch.replay.plan import Plan, Recorder, Unsettled
@@ -71,6 +73,7 @@ class Captured(Generic[_P, _R]):
         for plan in signature.plans:
             if plan.is_current(arguments.leaves):
                 signature.num_replays += 1
+                graph.last_call = plan.shown
                 tape = graph.session.tape
                 if tape is not None:
                     with tape.span(f"replay of {self._name}"):
@@ -104,11 +107,19 @@ class Captured(Generic[_P, _R]):
         else:
             signature.num_unsettled = 0
             signature.num_recordings += 1
+            signature.graph.last_call = plan.shown
             self._name_calls(plan, signature.graph)
             signature.plans = [*signature.plans[1 - _MAX_PLANS :], plan]
         finally:
             recorder.close()
         return result
+
+    def dump(self, path: str | os.PathLike[str] | None) -> str:
+        """Draw the ops of the latest recording."""
+        shown = [each.plans[-1].shown for each in self._signatures.values() if each.plans]
+        if not shown:
+            raise CaptureError(f"{self._name} has no recording to draw; call it first")
+        return dump(list(shown[-1].shown(shown[-1].kept)), path)
 
     def _name_calls(self, plan: Plan, graph: Graph) -> None:
         """Under which names the calls show in a profile."""
@@ -218,10 +229,23 @@ class _Capture:
         Raises:
             CaptureError: the function is not captured.
         """
-        found = getattr(function, "__func__", function)
-        if not isinstance(found, Captured):
-            raise CaptureError(f"{function_name(function)} is not captured. Write @dtorch.capture above it")
-        return found.explain()
+        return _captured(function).explain()
+
+    def dump(self, function: Any, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw what the latest recording of a captured function issues; see ``Graph.dump`` for paths.
+
+        Raises:
+            CaptureError: the function is not captured, or was not recorded yet.
+            SettingError: as ``Graph.dump``.
+        """
+        return _captured(function).dump(path)
+
+
+def _captured(function: Any) -> Captured[Any, Any]:
+    found = getattr(function, "__func__", function)
+    if not isinstance(found, Captured):
+        raise CaptureError(f"{function_name(function)} is not captured. Write @dtorch.capture above it")
+    return found
 
 
 capture: Final = _Capture()

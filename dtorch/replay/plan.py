@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dtorch.graph import Graph, Handle, ViewHandle
+from dtorch.insight.explain import RecordedCall
 from dtorch.location import describe
 from dtorch.replay.arguments import Arguments
 from dtorch.replay.call import Call, Made, NotReplayable, Result, Source, check_types, make_call, make_result
@@ -47,6 +48,8 @@ class Plan:
     gradients: list[tuple[Source, Result]]
     had_gradient: list[tuple[Source, bool]]
     num_recorded: int
+    #: For people.
+    shown: RecordedCall
     backward: Backward | None = None
     differentiable: Sequence[tuple[int, ...]] = ()
     inputs: Sequence[Source] = ()
@@ -194,6 +197,7 @@ class Recorder:
             if uses_gradients
             else [],
             num_recorded=len(ops),
+            shown=RecordedCall(self._name, ops, made.ops, made.position, len(made.inputs)),
         )
         if derivative is not None:
             self._add_derivative(plan, made, derivative, results)

@@ -262,6 +262,8 @@ class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
     names: list[str]
     num_dropped: int
     spans: bytes
+    #: Those that a worker's spans name and that have no body: passes make some that the client does not know.
+    templates: list[TemplateRecord] = []
 
 
 class ClockReply(msgspec.Struct, frozen=True, tag="clock", tag_field="t"):

@@ -148,7 +148,7 @@ class DeviceSession:
         """Note no more; what was noted."""
         tape, self._tape = self._tape, None
         self._runners = self._plain
-        return None if tape is None else tape.lane("worker", self._device)
+        return None if tape is None else tape.lane("worker", self._device, self.session.templates)
 
     def _run(self, words: list[int], i: int) -> None:
         runners = self._runners
