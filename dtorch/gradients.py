@@ -7,6 +7,7 @@ written with products that do too. These are differentiable again. ``conj()`` of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(left, right)
+        of_left, of_right = ctx.needs_input_grad
+        # As torch: a factor that no derivative needs may be written to before the backward pass.
+        ctx.save_for_backward(left if of_right else None, right if of_left else None)
+        ctx.shapes = left.shape, right.shape
         result: Any = aten.matmul.default(left, right)
         ctx.spec = result._spec
         return result  # type: ignore[no-any-return]  # a tensor
@@ -32,21 +36,23 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         left, right = ctx.saved_tensors
+        left_shape, right_shape = ctx.shapes
         gradient = _cut_like(gradient, ctx.spec)
-        rows = left if left.ndim > 1 else left.unsqueeze(0)
-        columns = right if right.ndim > 1 else right.unsqueeze(1)
-        if right.ndim == 1:
+        if len(right_shape) == 1:
             gradient = gradient.unsqueeze(-1)
-        if left.ndim == 1:
+        if len(left_shape) == 1:
             gradient = gradient.unsqueeze(-2)
         of_left = of_right = None
         if ctx.needs_input_grad[0]:
-            of_left = _product(gradient, columns.mH, rows.shape)
-            of_left = of_left if left.ndim > 1 else of_left.squeeze(0)
+            columns = right if right.ndim > 1 else right.unsqueeze(1)
+            is_matrix = len(left_shape) > 1
+            of_left = _product(gradient, columns.mH, left_shape if is_matrix else (1, *left_shape))
+            of_left = of_left if is_matrix else of_left.squeeze(0)
         if ctx.needs_input_grad[1]:
-            rows = _rows_like(rows, gradient)
-            of_right = _product(rows.mH, gradient, columns.shape)
-            of_right = of_right if right.ndim > 1 else of_right.squeeze(1)
+            rows = _rows_like(left if left.ndim > 1 else left.unsqueeze(0), gradient)
+            is_matrix = len(right_shape) > 1
+            of_right = _product(rows.mH, gradient, right_shape if is_matrix else (*right_shape, 1))
+            of_right = of_right if is_matrix else of_right.squeeze(1)
         return of_left, of_right
 
 
@@ -55,7 +61,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.weight_shape = weight.shape
         result: Any = aten.linear.default(x, weight, bias)
         ctx.spec = result._spec
         return result  # type: ignore[no-any-return]  # a tensor
@@ -70,7 +78,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             rows, given = (t if t.ndim > 1 else t.unsqueeze(0) for t in (gradient, x))
             given = _rows_like(given, rows)
-            of_weight = _product(rows.mT, given.conj(), weight.shape)
+            of_weight = _product(rows.mT, given.conj(), ctx.weight_shape)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(dim=tuple(range(gradient.ndim - 1))) if gradient.ndim > 1 else gradient
         return of_x, of_weight, of_bias
@@ -104,7 +112,7 @@ def _rows_like(whole: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _product(left: torch.Tensor, right: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """``left @ right``, summed over the batch dims that ``shape`` lacks."""
     if len(shape) == 2 and left.ndim == right.ndim > 2 and left.shape[:-2] == right.shape[:-2]:
         folded = _folded(left, right)

@@ -134,3 +134,28 @@ def test_a_language_model_learns_the_same_on_two_by_two_devices(grid: DeviceMesh
         losses.append(history)
     assert losses[0][-1] < losses[0][0]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("product", [torch.matmul, torch.nn.functional.linear])
+def test_a_factor_that_no_derivative_needs_may_be_written_to(
+    mesh: DeviceMesh, product: Any, written: int, needs: tuple[bool, bool]
+) -> None:
+    """Torch saves what the other factor's derivative needs; a write to that is an error, to anything else it is not."""
+
+    def outcome(send: Any) -> Any:
+        leaves = [send(torch.full((3, 3), float(i + 2))).requires_grad_(need) for i, need in enumerate(needs)]
+        factors = [leaf * 1 for leaf in leaves]
+        result = product(*factors)
+        factors[written].add_(1)
+        try:
+            result.sum().backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            return "refused"
+        return [None if leaf.grad is None else leaf.grad.tolist() for leaf in leaves]
+
+    expected = outcome(lambda t: t)
+    assert outcome(lambda t: dtorch.from_torch(t, device_mesh=mesh)) == expected
+    assert (expected == "refused") is needs[1 - written]

@@ -110,7 +110,6 @@ EXACT: dict[str, Line] = {
     "one_hot": lambda d: f"F.one_hot({d.whole()}.contiguous() % 3, 3)",
     # ---- dtypes ----
     "to": lambda d: f"{d.real()}.to({d.choice(('torch.float64', 'torch.float32', 'torch.int64'))})",
-    "to_bool": lambda d: f"{d.number()} != 0",
     "complex": lambda d: f"torch.complex({(x := d.double())}, {d.fits(x, same_kind=True)})",
     "view_as_real": lambda d: f"torch.view_as_real({d.complex()}.resolve_conj())",
     "conj": lambda d: f"{d.complex()}.conj()",
@@ -134,6 +133,7 @@ EXACT: dict[str, Line] = {
 }
 
 SHARP: dict[str, Line] = {
+    "to_bool": lambda d: f"{d.number()} != 0",
     "compare": lambda d: f"{(x := d.real())} {d.choice(('<', '<=', '==', '!=', '>'))} {d.fits(x)}",
     "sign": lambda d: f"{d.real()}.sign()",
     "floor": lambda d: f"({d.floating()} / 2).{d.choice(('floor', 'round', 'trunc'))}()",

@@ -80,6 +80,6 @@ def dtorch_side(mesh: DeviceMesh) -> dict[str, Any]:
 
     def drawn(seed: int, draw: Callable[[Any], Any], x: dtorch.Tensor) -> Any:
         dtorch.manual_seed(seed)
-        return draw(x)
+        return draw(x.clone())  # dropout of nothing is its argument
 
     return {**_COMMON, "make": make, "redistribute": redistribute, "drawn": drawn}
