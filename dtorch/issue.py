@@ -22,6 +22,7 @@ from dtorch.overlap import (
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes
+from dtorch.viewed import views_of
 from dtorch_runtime.errors import SessionClosed, UnsupportedError
 from dtorch_runtime.ir.layout import Box, Layout, box_shape
 from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
@@ -165,6 +166,7 @@ def make_entry(
         num_scalars=plan.num_seeds,
         mesh_ids=[session.define_mesh(mesh) for mesh in meshes],
         mutates=list(plan.mutates),
+        views=views_of(plan),
     )
     return Entry(plan, session.define_template(record), func, default_dtype)
 

@@ -13,13 +13,15 @@ from dtorch_runtime.errors import SettingError
 
 #: Variables that are no settings: they say which cluster a program joins.
 OTHER_VARIABLES = frozenset(("DTORCH_ADDRESS", "DTORCH_KEYS", "DTORCH_SESSION_KEY"))
+#: Passes over captured calls, in the order in which they run.
+PASS_NAMES = ("dead", "common", "redistribute")
 #: Unknown variables that were warned of; each is once.
 _warned: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a cluster and its clients behave. Every value must be positive, bools aside.
+    """How a cluster and its clients behave. Every number must be positive.
 
     Raises:
         SettingError: a value is not positive or not of its type.
@@ -51,6 +53,8 @@ class Settings:
     num_threads: int = 0
     #: Agents keep the memory that tensors have freed for later ones: quicker, and their resident size stays high.
     keep_memory: bool = True
+    #: Passes that the controller runs over captured calls: names with commas between them, ``all`` or ``none``.
+    passes: str = "all"
     #: Bytes that the values on one device may hold, of all sessions; 0 sets no limit.
     device_memory_bytes: int = 0
     #: Check the invariants of every state machine and plan while running (slow).
@@ -60,6 +64,9 @@ class Settings:
         for field in fields(self):
             value = getattr(self, field.name)
             zero_allowed = field.name in ("num_threads", "device_memory_bytes")
+            if field.name == "passes":
+                _read_passes(value)
+                continue
             if field.type == "bool":
                 ok = isinstance(value, bool)
             elif field.type == "int":
@@ -72,6 +79,11 @@ class Settings:
                 ok = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
             if not ok:
                 raise SettingError(f"{field.name} takes a positive {field.type}, got {value!r}")
+
+    @property
+    def pass_names(self) -> tuple[str, ...]:
+        """The passes that ``passes`` names, in the order in which they run."""
+        return _read_passes(self.passes)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
@@ -88,6 +100,19 @@ class Settings:
                 values[field.name] = _parse(name, str(field.type), source[name])
         _warn_of_unknown(source, [f"DTORCH_{field.name.upper()}" for field in fields(cls)])
         return cls(**(values | overrides))
+
+
+def _read_passes(text: Any) -> tuple[str, ...]:
+    names = {"all": PASS_NAMES, "none": ()}.get(text) if isinstance(text, str) else None
+    if names is None:
+        asked = [name.strip() for name in text.split(",")] if isinstance(text, str) else []
+        if not asked or not set(asked) <= set(PASS_NAMES):
+            raise SettingError(
+                f"passes takes names of {', '.join(PASS_NAMES)} with commas between them, or 'all', or 'none'; got "
+                f"{text!r}"
+            )
+        names = tuple(name for name in PASS_NAMES if name in asked)
+    return names
 
 
 _BOOLS = {
@@ -117,6 +142,8 @@ def _parse(name: str, kind: str, text: str) -> Any:
     try:
         if kind == "bool":
             return _BOOLS[text.strip().lower()]
+        if kind == "str":
+            return text.strip()
         return int(text) if kind == "int" else float(text)
     except (KeyError, ValueError):
         raise SettingError(f"{name} takes a value of type {kind}, got {text!r}") from None

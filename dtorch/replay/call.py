@@ -11,11 +11,14 @@ import torch
 from dtorch.graph import Graph, Handle, ViewHandle, next_write
 from dtorch.issue import make_symbol
 from dtorch.location import describe
-from dtorch.replay.recording import Op, free_inputs, make_template, without_dead
+from dtorch.meshes import mesh_of
+from dtorch.replay.recording import Op, free_inputs, make_template
 from dtorch.replay.watch import PLAIN
 from dtorch.spec import Spec
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import SessionClosed
+from dtorch_runtime.passes.dead import without_dead
+from dtorch_runtime.passes.rewrite import OwnTemplates, rewrite
 from dtorch_runtime.wire.records import TemplateRecord
 
 
@@ -108,6 +111,15 @@ class Call:
             start = near.offset_bytes + output.offset_bytes
             handles.append(ViewHandle(graph, value_id, output.origin, output.location, near.root, start))
         return handles
+
+    def passes(self) -> str:
+        """How many ops each pass of the controller removes. Passes are pure: they find the same here."""
+        record, session = self.record, self.graph.session
+        if record.body is None or not session.passes:
+            return "no passes"
+        meshes = {number: mesh_of(number) for number in record.mesh_ids}
+        found = rewrite(record, session.templates, meshes, session.passes, OwnTemplates())
+        return ", ".join(f"{name} removed {count}" for name, count in found.num_removed.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +233,8 @@ def make_call(
                 outputs[handle.value_id] = handle
             elif handle is tensor._handle:
                 extra[handle.value_id] = None
-    ops = without_dead(ops, outputs)
+    # Seeds are drawn as the function would, also those that make no difference.
+    ops = without_dead(ops, outputs, must_stay=lambda op: bool(op.draws))
     ids = list(dict.fromkeys((*free_inputs(ops), *extra)))
     inputs = [_find(value_id, known, ops) for value_id in ids]
     position = {value_id: index for index, value_id in enumerate((*ids, *outputs))}

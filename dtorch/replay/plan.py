@@ -76,10 +76,14 @@ class Plan:
     def __str__(self) -> str:
         record = self.call.record
         kept = self.call.num_ops
-        return (
-            f"{self.num_recorded} ops recorded, {kept} kept, {record.num_inputs} inputs, {record.num_outputs} outputs"
-            + (f", {self.backward.call.num_ops} ops backward" if self.backward is not None else "")
+        text = (
+            f"{self.num_recorded} ops recorded, {kept} kept, {record.num_inputs} inputs, {record.num_outputs} outputs; "
+            f"passes: {self.call.passes()}"
         )
+        if self.backward is None:
+            return text
+        call = self.backward.call
+        return f"{text}; {call.num_ops} ops backward; passes: {call.passes()}"
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Issue the call on these arguments; returns what the function would."""

@@ -111,21 +111,6 @@ class Op:
     draws: tuple[Callable[[], int], ...]
 
 
-def without_dead(ops: Sequence[Op], wanted: Iterable[int]) -> list[Op]:
-    """The ops that something wanted depends on, that write, that draw a seed, or that make nothing; in order.
-
-    Pass "dead values". What a dropped op would have raised on a worker is not raised.
-    """
-    needed = set(wanted)
-    kept: list[Op] = []
-    for op in reversed(ops):
-        if op.template.mutates or op.draws or not op.outputs or needed.intersection(op.outputs):
-            needed.update(op.inputs)
-            kept.append(op)
-    kept.reverse()
-    return kept
-
-
 def free_inputs(ops: Sequence[Op]) -> list[int]:
     """The values that ops read and that none of them made, in the order of their first use."""
     made: set[int] = set()

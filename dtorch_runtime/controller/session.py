@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,11 @@ import msgspec
 
 from dtorch_runtime.controller.membership import Node
 from dtorch_runtime.controller.planning import plan_batch, route_of_template
-from dtorch_runtime.ir.body import parse_body
 from dtorch_runtime.ir.graph import GraphError, LogicalGraph, Route, RouteTable, unpack_checked
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import mesh_from_record
 from dtorch_runtime.ir.verify import verify_ops
+from dtorch_runtime.passes.rewrite import FIRST_OWN_ID, OwnTemplates, rewrite
 from dtorch_runtime.wire.messages import Fetch, Ops, Upload, ValueData
 from dtorch_runtime.wire.records import FailureRecord, MeshRecord, TemplateRecord
 
@@ -53,10 +53,15 @@ class Session:
     because the values that this one had there are gone.
     """
 
-    def __init__(self, number: int, peer: int, nodes: Iterable[Node], *, check: bool) -> None:
+    def __init__(
+        self, number: int, peer: int, nodes: Iterable[Node], *, check: bool, passes: Sequence[str] = ()
+    ) -> None:
         self.number = number
         self.peer = peer
         self._check = check
+        #: Those that are run over captured calls, and the templates that they made.
+        self._passes = passes
+        self._own_templates = OwnTemplates()
         self._routes = RouteTable()
         self.graph = LogicalGraph(self._routes)
         #: mesh id -> record. A mesh is defined once.
@@ -130,13 +135,38 @@ class Session:
         _check_mesh(record)
         self.meshes[record.mesh_id] = record
 
-    def define_templates(self, records: Iterable[TemplateRecord]) -> None:
-        """Raises GraphError for a template that cannot be."""
+    def define_templates(self, records: Iterable[TemplateRecord]) -> list[TemplateRecord]:
+        """Add templates. Returns what the nodes are told: bodies as passes have left them, after what they name.
+
+        Raises:
+            GraphError: a template cannot be.
+        """
+        told: list[TemplateRecord] = []
         for record in records:
-            if record.body is not None:
-                parse_body(record, self.graph.templates)
-            route = route_of_template(record, self.meshes, self.node_of_device, self._routes)
-            self.graph.define_template(record, route)
+            if record.template_id >= FIRST_OWN_ID:
+                raise GraphError(
+                    f"template {record.template_id}: ids from {FIRST_OWN_ID} are the controller's own"
+                )
+            for defined in [record] if record.body is None else self._rewritten(record):
+                route = route_of_template(defined, self.meshes, self.node_of_device, self._routes)
+                self.graph.define_template(defined, route)
+                told.append(defined)
+        return told
+
+    def _rewritten(self, record: TemplateRecord) -> list[TemplateRecord]:
+        found = rewrite(
+            record,
+            self.graph.templates,
+            {
+                number: mesh_from_record(self.meshes[number])
+                for number in record.mesh_ids
+                if number in self.meshes
+            },
+            self._passes,
+            self._own_templates,
+            check=self._check,
+        )
+        return [*found.made, found.record]
 
     # ---- messages with a seq ----
 

@@ -74,12 +74,13 @@ class _Violation(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
-    """What does not change. ``is_session_key`` compares in constant time."""
+    """What does not change. ``is_session_key`` compares in constant time; ``passes`` run over captured calls."""
 
     is_session_key: Callable[[bytes], bool]
     heartbeat_endpoint: str
     started_s: float
     check: bool = False
+    passes: tuple[str, ...] = ()
 
 
 #: How many payload frames a message has, where that is not none.
@@ -227,7 +228,7 @@ class ControllerState:
         self._check_key(message)
         self._num_sessions += 1
         number = self._num_sessions
-        session = Session(number, peer, self.membership, check=self._config.check)
+        session = Session(number, peer, self.membership, check=self._config.check, passes=self._config.passes)
         self.sessions[number] = session
         self._peers[peer] = session
         self._actions.append(WatchBeats(peer=peer, beat_name=beat_name(session)))
@@ -237,6 +238,7 @@ class ControllerState:
                 session=number,
                 nodes=self.membership.records(),
                 heartbeat_endpoint=self._config.heartbeat_endpoint,
+                passes=list(self._config.passes),
             ),
         )
         self._broadcast([node.peer for node in self.membership], SessionOpened(session=number))
@@ -345,8 +347,9 @@ class ControllerState:
         self._broadcast(tuple(session.nodes.values()), sent_on)
 
     def _on_define_templates(self, session: Session, message: DefineTemplates, frames: Sequence[Any]) -> None:
-        session.define_templates(message.templates)
-        sent_on = DefineTemplates(session=session.number, templates=message.templates)
+        sent_on = DefineTemplates(
+            session=session.number, templates=session.define_templates(message.templates)
+        )
         self._broadcast(tuple(session.nodes.values()), sent_on)
 
     def _on_ask(self, session: Session, message: Ask, frames: Sequence[Any]) -> None:

@@ -163,6 +163,13 @@ class LogicalGraph:
             raise GraphError(
                 f"template {record.template_id} ({record.op}) mutates inputs that it does not have"
             )
+        views = record.views
+        if views is not None and (
+            len(views) != record.num_outputs or not all(-1 <= index < record.num_inputs for index in views)
+        ):
+            raise GraphError(
+                f"template {record.template_id} ({record.op}) makes views of inputs that it does not have"
+            )
         self.templates[record.template_id] = record
         self.set_route(record, route)
 

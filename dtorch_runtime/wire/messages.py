@@ -191,11 +191,12 @@ class NodeBye(Message, frozen=True, kw_only=True, tag="node_bye"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """Answer to ``ClientHello``."""
+    """Answer to ``ClientHello``. ``passes`` are those that the controller runs over captured calls."""
 
     session: int
     nodes: list[NodeRecord]
     heartbeat_endpoint: str
+    passes: list[str] = []
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):

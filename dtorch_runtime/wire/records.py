@@ -145,6 +145,7 @@ class TemplateRecord(msgspec.Struct, frozen=True, array_like=True):
     ``op`` is ``namespace::name.overload`` (``aten::add.Tensor``; ``dtorch::...`` for our own kernels).
     ``mesh_ids`` name the meshes whose devices take part (two for a transfer between meshes).
     ``mutates`` lists the inputs that the op writes to; a mutated input that the op returns is no output.
+    ``views`` says for each output which input's memory it lies in, -1 for memory of its own; None: not known.
     With a ``body`` it stands for many ops, which were captured; ``args`` and ``kwargs`` are empty then.
     """
 
@@ -158,6 +159,7 @@ class TemplateRecord(msgspec.Struct, frozen=True, array_like=True):
     mesh_ids: list[int]
     mutates: list[int] = []
     body: BodyRecord | None = None
+    views: list[int] | None = None
 
     @property
     def width(self) -> int:

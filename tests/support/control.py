@@ -125,7 +125,7 @@ def upload(seq: int, value_id: int, devices: Sequence[int], offset: int = 0, tot
 class ControllerRig:
     """Feeds a ``ControllerState`` and keeps what it did. Invariants are checked after each event."""
 
-    def __init__(self) -> None:
+    def __init__(self, passes: tuple[str, ...] = ()) -> None:
         self.now_s = 100.0
         self.state = ControllerState(
             ControllerConfig(
@@ -133,6 +133,7 @@ class ControllerRig:
                 heartbeat_endpoint="ipc:///beats",
                 started_s=self.now_s,
                 check=True,
+                passes=passes,
             )
         )
         self.sent: dict[int, list[tuple[Message, tuple[Any, ...]]]] = defaultdict(list)

@@ -133,6 +133,8 @@ def test_every_setting_is_documented_with_its_default() -> None:
     for name, default in defaults.items():
         if isinstance(default, bool):
             assert rows[name] == ("on" if default else "off"), name
+        elif isinstance(default, str):
+            assert rows[name] == default, name
         else:
             assert float(rows[name]) == default, name
 

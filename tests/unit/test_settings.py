@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 
 from dtorch_runtime import settings
-from dtorch_runtime.settings import OTHER_VARIABLES, Settings
+from dtorch_runtime.errors import SettingError
+from dtorch_runtime.passes.rewrite import PASSES
+from dtorch_runtime.settings import OTHER_VARIABLES, PASS_NAMES, Settings
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +43,28 @@ def test_known_variables_and_those_of_others_do_not() -> None:
             {"DTORCH_NUM_THREADS": "3", "TORCH_LOGS": "x", **dict.fromkeys(OTHER_VARIABLES, "x")}
         )
     assert found.num_threads == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("all", PASS_NAMES),
+        ("none", ()),
+        ("redistribute, dead", ("dead", "redistribute")),
+        ("common", ("common",)),
+    ],
+)
+def test_passes_by_name(text: str, names: tuple[str, ...]) -> None:
+    assert Settings.from_environment({"DTORCH_PASSES": text}).pass_names == names
+
+
+@pytest.mark.parametrize("text", ["", "dead,,common", "dead;common", "fuse", "all,dead", 3])
+def test_passes_that_there_are_not(text: Any) -> None:
+    with pytest.raises(
+        SettingError, match=r"names of dead, common, redistribute .* or 'all', or 'none'; got "
+    ):
+        Settings(passes=text)
+
+
+def test_every_pass_has_its_name() -> None:
+    assert tuple(PASSES) == PASS_NAMES

@@ -1,0 +1,74 @@
+"""A body as passes see it: its ops without FREE records, which follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from dtorch_runtime.ir.body import BodyOp, parse_body
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.stream import FREE
+from dtorch_runtime.wire.records import BodyRecord, TemplateRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The ops of a captured call, in order.
+
+    Values are numbers: the inputs of the call from 1, its outputs, then inner ones. A pass leaves inputs and outputs
+    as they are and makes no numbers of its own. Templates that a pass makes have the id 0.
+
+    Attributes:
+        record: the template whose body it is.
+        meshes: those that its templates name.
+    """
+
+    record: TemplateRecord
+    ops: tuple[BodyOp, ...]
+    meshes: Mapping[int, DeviceMesh]
+
+    @property
+    def num_outer(self) -> int:
+        """Values up to this number are seen outside."""
+        return self.record.num_inputs + self.record.num_outputs
+
+    @property
+    def outputs(self) -> range:
+        """What the call makes for others."""
+        return range(self.record.num_inputs + 1, self.num_outer + 1)
+
+    def with_ops(self, ops: Sequence[BodyOp]) -> Body:
+        """The same call with other ops."""
+        return replace(self, ops=tuple(ops))
+
+    def last_uses(self) -> dict[int, int]:
+        """For each value, the index of the last op that reads it."""
+        return {value: index for index, op in enumerate(self.ops) for value in op.inputs}
+
+
+def read_body(
+    record: TemplateRecord, templates: Mapping[int, TemplateRecord], meshes: Mapping[int, DeviceMesh]
+) -> Body:
+    """The body of a template.
+
+    Raises:
+        GraphError: it cannot be; see ``parse_body``.
+    """
+    steps = parse_body(record, templates)
+    return Body(record, tuple(step for step in steps if isinstance(step, BodyOp)), meshes)
+
+
+def write_body(body: Body) -> TemplateRecord:
+    """The template with this body; inner values are freed after their last use."""
+    words: list[int] = []
+    last_uses = body.last_uses()
+    for index, op in enumerate(body.ops):
+        words += (op.template.template_id, op.location_id, *op.inputs, *op.outputs, *op.scalars)
+        dead = [v for v in dict.fromkeys(op.inputs) if last_uses[v] == index and v > body.num_outer]
+        if dead:
+            words += (FREE, len(dead), *dead)
+    before = body.record.body
+    assert before is not None
+    return msgspec.structs.replace(body.record, body=BodyRecord(words, before.num_inner))

@@ -1,0 +1,108 @@
+"""Runs passes over the body of a template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import msgspec
+
+from dtorch_runtime.ir.body import parse_body
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.passes.body import Body, read_body, write_body
+from dtorch_runtime.passes.common import share_common
+from dtorch_runtime.passes.dead import remove_dead
+from dtorch_runtime.passes.redistribute import fuse_redistributes
+from dtorch_runtime.wire.records import TemplateRecord
+
+#: By their names in ``Settings.passes``, in the order in which they run.
+PASSES: Final[Mapping[str, Callable[[Body], Body]]] = {
+    "dead": remove_dead,
+    "common": share_common,
+    "redistribute": fuse_redistributes,
+}
+#: Ids of templates that passes make begin here; those of clients are below.
+FIRST_OWN_ID: Final = 1 << 40
+#: One pass makes work for another; more than this was never needed.
+_MAX_ROUNDS: Final = 3
+
+
+class OwnTemplates:
+    """The templates that passes have made for one session; each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, TemplateRecord] = {}
+
+    def numbered(self, template: TemplateRecord) -> TemplateRecord:
+        """The template with an id of its own, which it keeps; ``template_id`` is 0."""
+        key = msgspec.msgpack.encode(template)
+        found = self._known.get(key)
+        if found is None:
+            number = FIRST_OWN_ID + len(self._known)
+            found = self._known[key] = msgspec.structs.replace(template, template_id=number)
+        return found
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """A template with a new body.
+
+    Attributes:
+        made: the templates that the body names and that passes made.
+        num_removed: how many ops each pass has removed.
+    """
+
+    record: TemplateRecord
+    made: list[TemplateRecord] = field(default_factory=list)
+    num_removed: dict[str, int] = field(default_factory=dict)
+
+
+def rewrite(
+    record: TemplateRecord,
+    templates: Mapping[int, TemplateRecord],
+    meshes: Mapping[int, DeviceMesh],
+    passes: Sequence[str],
+    own: OwnTemplates,
+    *,
+    check: bool = False,
+) -> Rewritten:
+    """Run passes over a template with a body. Its inputs, outputs and scalars stay as they are.
+
+    Args:
+        record: the template.
+        templates: those that its body names.
+        meshes: those that these name.
+        passes: names in ``PASSES``; their order does not matter.
+        check: whether to check the body after each pass.
+
+    Raises:
+        GraphError: the body cannot be.
+    """
+    body = read_body(record, templates, meshes)
+    num_removed = {name: 0 for name in PASSES if name in passes}
+    for _ in range(_MAX_ROUNDS):
+        before = body
+        for name in num_removed:
+            num_ops = len(body.ops)
+            body = PASSES[name](body)
+            num_removed[name] += num_ops - len(body.ops)
+            if check:
+                _check(body, templates)
+        if body == before:
+            break
+    body, made = _numbered(body, own)
+    return Rewritten(write_body(body), made, num_removed)
+
+
+def _numbered(body: Body, own: OwnTemplates) -> tuple[Body, list[TemplateRecord]]:
+    ops = [
+        op if op.template.template_id else replace(op, template=own.numbered(op.template)) for op in body.ops
+    ]
+    made = {op.template.template_id: op.template for op in ops if op.template.template_id >= FIRST_OWN_ID}
+    return body.with_ops(ops), list(made.values())
+
+
+def _check(body: Body, templates: Mapping[int, TemplateRecord]) -> None:
+    numbered, made = _numbered(body, OwnTemplates())
+    parse_body(write_body(numbered), {**templates, **{record.template_id: record for record in made}})

@@ -1,0 +1,114 @@
+"""Passes over captured calls: the same values and failures of fewer ops, and ``explain`` says so."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import dtorch
+from dtorch import Replicate, Shard
+from tests.support.captured import NUM_CALLS, mlp, numbers, replays, same, send
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def move(x: Any, *placements: Any) -> Any:
+    return x.redistribute(placements=placements)
+
+
+def repeated(x: Any) -> Any:
+    return torch.relu(x) * torch.relu(x) + x.t().sum() - x.t().sum()
+
+
+def moved_back(x: Any) -> Any:
+    y = torch.relu(x)
+    return move(move(y, Shard(0)), Replicate()) + move(move(y, Shard(1)), Replicate())
+
+
+def written(x: Any) -> Any:
+    y, z = torch.relu(x), torch.relu(x)
+    z[0].add_(1)
+    return y, z, move(move(z, Shard(0)), Replicate())
+
+
+def outputs_apart(x: Any) -> Any:
+    return torch.relu(x), torch.relu(x), x.t(), x.t()
+
+
+def trained(model: Any, x: Any) -> Any:
+    loss = model(x).pow(2).mean() + model(x).abs().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("function", "removed"),
+    [
+        (repeated, "dead removed 0, common removed 3, redistribute removed 0"),
+        (moved_back, "dead removed 0, common removed 1, redistribute removed 2"),
+        (written, "dead removed 0, common removed 0, redistribute removed 1"),
+        (outputs_apart, "dead removed 0, common removed 0, redistribute removed 0"),
+    ],
+)
+def test_values_stay_and_explain_tells_what_was_removed(function: Any, removed: str) -> None:
+    captured = dtorch.capture(function)
+    x = send(numbers(4, 4), [Replicate()])
+    for _ in range(NUM_CALLS):
+        found, expected = captured(x), function(x)
+        for one, other in zip(_list(found), _list(expected), strict=True):
+            same(one, other.to_torch())
+    assert replays(captured) == NUM_CALLS - 1
+    assert f"passes: {removed}" in dtorch.capture.explain(captured)
+
+
+def test_outputs_share_memory_as_without_passes() -> None:
+    captured = dtorch.capture(outputs_apart)
+    x = send(numbers(4, 4), [Replicate()])
+    for _ in range(2):
+        one, other, turned, also_turned = captured(x)
+        one.zero_()
+        turned[0].fill_(7)
+        assert other.abs().sum().item() > 0
+        assert also_turned[0].tolist() == x[:, 0].tolist() == [7.0] * 4
+
+
+def test_two_forward_passes_in_a_training_step() -> None:
+    plain, model = mlp(), mlp().to("dtorch")
+    captured = dtorch.capture(trained)
+    x = numbers(5, 6)
+    for _ in range(NUM_CALLS):
+        for one in (plain, model):
+            one.zero_grad()
+        same(captured(model, x.to("dtorch")), trained(plain, x))
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            same(found.grad, expected.grad)
+    removed = re.search(r"common removed (\d+)", dtorch.capture.explain(captured))
+    assert removed is not None
+    assert int(removed[1]) >= 4, "the second forward pass is the first one"
+
+
+def fails(x: Any, index: Any) -> Any:
+    y = torch.relu(x) + torch.relu(x)
+    return move(move(y.index_select(0, index), Shard(0)), Replicate()), y  # the line that fails
+
+
+def test_a_failure_after_passes_is_that_of_its_line() -> None:
+    captured = dtorch.capture(fails)
+    x = send(numbers(4, 4), [Replicate()])
+    good, bad = (send(torch.tensor([index]), [Replicate()]) for index in (1, 9))
+    captured(x, good)
+    result, other = captured(x, bad)
+    assert replays(captured) == 1
+    assert "common removed 1, redistribute removed 1" in dtorch.capture.explain(captured)
+    with pytest.raises(dtorch.RemoteOpError, match="index_select") as raised:
+        result.to_torch()
+    line = fails.__code__.co_firstlineno + 2
+    assert f"test_passes.py:{line}" in str(raised.value)
+    same(other, 2 * torch.relu(numbers(4, 4)))
+
+
+def _list(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple) else [result]
