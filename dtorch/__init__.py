@@ -75,6 +75,7 @@ _HOMES = {
     "profile": "dtorch.insight.profile",
     "explain": "dtorch.insight.explain",
     "counters": "dtorch.insight.counters",
+    **dict.fromkeys(("memory_stats", "reset_peak_memory_stats"), "dtorch.memory"),
     **dict.fromkeys(("auto_redistribute", "explain_redistributions"), "dtorch.auto"),
 }
 #: Packages of public names, which need no import of their own: ``dtorch.parallel.describe``.
@@ -124,6 +125,10 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from dtorch.insight.counters import counters as counters
     from dtorch.insight.explain import explain as explain
     from dtorch.insight.profile import profile as profile
+    from dtorch.memory import (
+        memory_stats as memory_stats,
+        reset_peak_memory_stats as reset_peak_memory_stats,
+    )
     from dtorch.parallel import parallelize as parallelize
     from dtorch.random import (
         Generator as Generator,

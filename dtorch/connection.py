@@ -149,9 +149,8 @@ class Session:
         limit_s = self.settings.start_timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: self._state.nodes or self._end is not None, limit_s):
-                raise ClusterTimeout(
-                    f"a node to join the cluster at {self.address}", limit_s, "Start one: dtorch-launch agent"
-                )
+                what = f"a node to join the cluster at {self.address}"
+                raise ClusterTimeout(what, limit_s, "Start one: dtorch-launch agent")
             self.check_open()
             return list(self._state.nodes.values())
 
@@ -163,6 +162,10 @@ class Session:
         """The nodes that are there."""
         with self._changed:
             return list(self._state.nodes.values())
+
+    def lost_nodes(self) -> dict[str, str]:
+        """Why each node that is gone is gone, by its name."""
+        return {failure.node: failure.message for failure in list(self._state.lost.values())}
 
     # ---- definitions ----
 
@@ -359,11 +362,8 @@ class Session:
 
     def unfetched_errors(self) -> list[DTorchError]:
         """The failures that nobody has seen; they count as seen from now on."""
-        errors = []
         with self._changed:
-            while (failure := self._state.take_unfetched()) is not None:
-                errors.append(error_of(failure))
-        return errors
+            return [error_of(failure) for failure in iter(self._state.take_unfetched, None)]
 
     def _raised(self, failure: FailureRecord) -> DTorchError:
         with self._changed:

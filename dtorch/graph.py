@@ -220,8 +220,8 @@ class Graph:
         with self.lock:
             if not self.words:
                 self.begin_batch()
-            if len(self.dropped) >= FREE_BATCH:
-                self.free_dropped()
+            if len(self.dropped) >= FREE_BATCH or (num_ops > 1 and self.dropped):
+                self.free_dropped()  # before a captured call each time: it may be long, and need the memory
             self.words.extend((template, location, *inputs, *outputs, *scalars))
             self.num_ops += num_ops
             if self.num_ops >= self.max_ops:

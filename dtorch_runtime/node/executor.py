@@ -111,7 +111,7 @@ class Executor(Protocol):
         """Report the device's piece of a value once the work before this call is done."""
 
     def ask(self, session: int, request_id: int, question: Question) -> None:
-        """Report the answer to a question. Traces begin and end behind the work before this call."""
+        """Report the answer to a question; about traces and memory it is that behind the work before this call."""
 
     def close(self, timeout_s: float) -> None:
         """Stop the workers; called once. Raises ClusterTimeout naming a worker that does not stop."""

@@ -26,9 +26,13 @@ from dtorch_runtime.node.executor import (
 from dtorch_runtime.wire.messages import Upload
 from dtorch_runtime.wire.records import (
     AskCounts,
+    AskMemory,
     ClockReply,
     CountsReply,
+    DeviceMemoryRecord,
     FailureRecord,
+    LiveValueRecord,
+    MemoryReply,
     MeshRecord,
     NodeRecord,
     Question,
@@ -57,6 +61,31 @@ class _Session:
     meshes: dict[int, MeshRecord] = field(default_factory=dict)
     #: value id -> what a fetch gives, or why it fails. Removed by FREE.
     values: dict[int, _Value] = field(default_factory=dict)
+    #: The most that the values held since a peak was asked for; -1 before.
+    peak_bytes: int = -1
+
+    def held_bytes(self) -> int:
+        """Of the values that exist."""
+        return sum(len(value.data) for value in self.values.values() if value.failure is None)
+
+    def note_peak(self) -> None:
+        """Values were made."""
+        if self.peak_bytes >= 0:
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes())
+
+    def memory(self, device: int, question: AskMemory) -> DeviceMemoryRecord:
+        """The answer of a device; each holds every value."""
+        if question.peak != "keep":
+            self.peak_bytes = self.held_bytes() if question.peak == "reset" else -1
+        values = [
+            LiveValueRecord(value_id, len(value.data), 1)
+            for value_id, value in self.values.items()
+            if value.failure is None
+        ]
+        largest = sorted(values, key=lambda value: (-value.num_bytes, value.value_id))
+        return DeviceMemoryRecord(
+            device, self.held_bytes(), self.peak_bytes, 0, len(values), largest[: question.num_largest]
+        )
 
 
 class NullExecutor:
@@ -161,6 +190,7 @@ class NullExecutor:
                 value = _Value(message.dtype, tuple(message.shape), bytearray(message.total_bytes))
                 state.values[message.value_id] = value
             value.data[message.offset_bytes : message.offset_bytes + len(chunk)] = chunk
+            state.note_peak()
             self._report(Completed(session=message.session, seq=message.seq))
 
         self._start(message.session, work)
@@ -195,6 +225,9 @@ class NullExecutor:
                 reply = TraceReply([])
             elif isinstance(question, AskCounts):
                 reply = CountsReply({})
+            elif isinstance(question, AskMemory):
+                records = [state.memory(device, question) for device in sorted(self._devices)]
+                reply = MemoryReply(records)
             self._report(Replied(session=session, request_id=request_id, reply=reply))
 
         self._start(session, work)
@@ -231,6 +264,7 @@ class NullExecutor:
             self._report(OpRaised(session=session, failure=failure))
         for value_id in outputs:
             state.values[value_id] = _Value("int64", (), bytearray(array("q", [value_id]).tobytes()), failure)
+        state.note_peak()
 
     def _inherited_failure(
         self, state: _Session, template: TemplateRecord, inputs: Sequence[int]

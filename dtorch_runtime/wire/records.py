@@ -247,8 +247,18 @@ class AskCounts(msgspec.Struct, frozen=True, tag="ask_counts", tag_field="t"):
     """How much has moved? Answered with a ``CountsReply``."""
 
 
+class AskMemory(msgspec.Struct, frozen=True, tag="ask_memory", tag_field="t"):
+    """What do the session's values hold? Answered with a ``MemoryReply``, by devices behind the work that they have.
+
+    ``num_largest`` values are told a device at most. ``peak`` is "keep"; "reset" to measure it from now on; or "stop".
+    """
+
+    num_largest: int
+    peak: str
+
+
 #: What a client can ask the controller and all nodes.
-Question: TypeAlias = AskClock | StartTrace | StopTrace | AskCounts
+Question: TypeAlias = AskClock | StartTrace | StopTrace | AskCounts | AskMemory
 
 
 class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -286,7 +296,13 @@ class CountsReply(msgspec.Struct, frozen=True, tag="counts", tag_field="t"):
     sent_bytes: dict[str, int]
 
 
-Reply: TypeAlias = ClockReply | TraceReply | CountsReply
+class MemoryReply(msgspec.Struct, frozen=True, tag="memory", tag_field="t"):
+    """What the session's values hold, for each device of the node."""
+
+    devices: list[DeviceMemoryRecord]
+
+
+Reply: TypeAlias = ClockReply | TraceReply | CountsReply | MemoryReply
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):

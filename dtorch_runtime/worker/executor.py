@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,10 +28,13 @@ from dtorch_runtime.transport.segments import SegmentPool
 from dtorch_runtime.wire.messages import Upload
 from dtorch_runtime.wire.records import (
     AskCounts,
+    AskMemory,
     ClockReply,
     CountsReply,
+    DeviceMemoryRecord,
     FailureRecord,
     LaneRecord,
+    MemoryReply,
     MeshRecord,
     NodeRecord,
     Question,
@@ -53,7 +56,9 @@ from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
 from dtorch_runtime.worker.thread import ThreadShare, Worker
+from dtorch_runtime.worker.uploads import SharedUpload, place, refuse, upload_key
 
+_T = TypeVar("_T")
 #: What is copied within some microseconds.
 _QUICK_BYTES = 64 * 1024
 
@@ -72,28 +77,6 @@ class _Ticket:
             is_last = self._num_left == 0
         if is_last:
             self._when_done()
-
-
-class _SharedUpload:
-    """One uploaded tensor for several devices: each gets memory of its own, the last one the original.
-
-    The original is given away last, because its new owner may write to it at once.
-    """
-
-    def __init__(self, tensor: torch.Tensor, num_devices: int) -> None:
-        self._lock = threading.Lock()
-        self._tensor: torch.Tensor | None = tensor
-        self._num_left = num_devices
-
-    def take(self) -> torch.Tensor:
-        with self._lock:
-            assert self._tensor is not None
-            tensor = self._tensor
-            self._num_left -= 1
-            if self._num_left:
-                return tensor.clone()
-            self._tensor = None
-            return tensor
 
 
 class _OpenSession:
@@ -259,21 +242,21 @@ class WorkerExecutor:
         try:
             tensor = self._collect(entry, message, memoryview(data)) if devices else None
         except (ValueError, RuntimeError) as error:  # RuntimeError: torch has no room for it
-            entry.uploads.pop(_upload_key(message), None)
+            entry.uploads.pop(upload_key(message), None)
             self._refuse_upload(entry, message, devices, error)
             tensor = None
         if tensor is not None:
-            shared = _SharedUpload(tensor, len(devices))
+            shared = SharedUpload(tensor, len(devices))
             for device in devices:
                 worker, values = entry.devices[device]
-                worker.submit(partial(_place, values, message.value_id, shared, self._local[device]))
+                worker.submit(partial(place, values, message.value_id, shared, self._local[device]))
         ticket = self._ticket(entry, message.seq)
         for worker, _ in entry.devices.values():
             worker.submit(ticket.done)
 
     def _collect(self, entry: _OpenSession, message: Upload, data: memoryview) -> torch.Tensor | None:
         """Take a chunk in; the tensor once it is whole."""
-        key = _upload_key(message)
+        key = upload_key(message)
         buffer = entry.uploads.get(key)
         if buffer is None:
             buffer = ChunkedTensor(message.dtype, message.shape, message.total_bytes)
@@ -291,7 +274,7 @@ class WorkerExecutor:
             error = InternalFailure(str(error))
         for device in devices:
             worker, values = entry.devices[device]
-            worker.submit(partial(_refuse, values, message.value_id, error))
+            worker.submit(partial(refuse, values, message.value_id, error))
 
     def fetch(self, session: int, request_id: int, value_id: int, device: int) -> None:
         entry = self._open(session)
@@ -349,24 +332,50 @@ class WorkerExecutor:
             for worker, values in entry.devices.values():
                 worker.submit(partial(values.start_trace, question.max_spans))
         elif isinstance(question, StopTrace):
-            self._stop_trace(entry, request_id)
+            entry.max_spans = None
+            self._ask_devices(entry, request_id, DeviceSession.stop_trace, _trace_reply)
+            return
+        elif isinstance(question, AskMemory):
+            self._ask_memory(entry, request_id, question)
             return
         elif isinstance(question, AskCounts):
             reply = CountsReply({} if self._network is None else self._network.sent_bytes())
         self._report(Replied(session=session, request_id=request_id, reply=reply))
 
-    def _stop_trace(self, entry: _OpenSession, request_id: int) -> None:
-        entry.max_spans = None
-        lanes: list[LaneRecord] = []
+    def _ask_memory(self, entry: _OpenSession, request_id: int, question: AskMemory) -> None:
+        if question.peak != "keep":
+            entry.shared.is_measured = question.peak == "reset"
+        limit_bytes = self._settings.device_memory_bytes
+        peak_bytes = 0 if entry.shared.is_measured or limit_bytes else -1
+        unused = [
+            DeviceMemoryRecord(device, 0, peak_bytes, limit_bytes, 0, [])
+            for device in self._local
+            if device not in entry.devices
+        ]
+
+        def reply(records: list[DeviceMemoryRecord]) -> Reply:
+            return MemoryReply(sorted([*unused, *records], key=lambda record: record.device))
+
+        self._ask_devices(
+            entry, request_id, lambda values: values.memory(question.num_largest, question.peak), reply
+        )
+
+    def _ask_devices(
+        self,
+        entry: _OpenSession,
+        request_id: int,
+        ask: Callable[[DeviceSession], _T | None],
+        reply: Callable[[list[_T]], Reply],
+    ) -> None:
+        """Reply with what each device that takes part answers, behind the work that it has."""
+        answers: list[_T] = []
 
         def report() -> None:
-            lanes.sort(key=lambda lane: lane.device)
-            reply = TraceReply(lanes)
-            self._report(Replied(session=entry.shared.number, request_id=request_id, reply=reply))
+            self._report(Replied(session=entry.shared.number, request_id=request_id, reply=reply(answers)))
 
         ticket = _Ticket(len(entry.devices), report)
         for worker, values in entry.devices.values():
-            worker.submit(partial(_take_lane, values, lanes, ticket))
+            worker.submit(partial(_take_answer, values, ask, answers, ticket))
         if not entry.devices:
             report()
 
@@ -444,10 +453,6 @@ def _is_quick_to_read(blob: object) -> bool:
     return blob.is_cpu and (blob.nbytes <= _QUICK_BYTES or blob.is_contiguous())
 
 
-def _upload_key(message: Upload) -> tuple[int, tuple[int, ...]]:
-    return message.value_id, tuple(message.devices)
-
-
 def _run_batch(values: DeviceSession, seq: int, words: list[int], ticket: _Ticket) -> None:
     try:
         if not values.session.is_ended:
@@ -456,25 +461,19 @@ def _run_batch(values: DeviceSession, seq: int, words: list[int], ticket: _Ticke
         ticket.done()
 
 
-def _take_lane(values: DeviceSession, lanes: list[LaneRecord], ticket: _Ticket) -> None:
+def _take_answer(
+    values: DeviceSession, ask: Callable[[DeviceSession], _T | None], answers: list[_T], ticket: _Ticket
+) -> None:
     try:
-        lane = values.stop_trace()
-        if lane is not None:
-            lanes.append(lane)
+        answer = ask(values)
+        if answer is not None:
+            answers.append(answer)
     finally:
         ticket.done()
 
 
-def _place(values: DeviceSession, value_id: int, shared: _SharedUpload, torch_device: torch.device) -> None:
-    if values.session.is_ended:
-        shared.take()
-    else:
-        values.place(value_id, lambda: shared.take().to(torch_device))
-
-
-def _refuse(values: DeviceSession, value_id: int, error: Exception) -> None:
-    if not values.session.is_ended:
-        values.refuse_upload(value_id, error)
+def _trace_reply(lanes: list[LaneRecord]) -> Reply:
+    return TraceReply(sorted(lanes, key=lambda lane: lane.device))
 
 
 def _torch_device(device_type: str, index: int) -> torch.device:

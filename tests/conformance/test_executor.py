@@ -28,9 +28,11 @@ from dtorch_runtime.wire.records import (
     Arg,
     AskClock,
     AskCounts,
+    AskMemory,
     ClockReply,
     CountsReply,
     ListArg,
+    MemoryReply,
     MeshRecord,
     Slot,
     StartTrace,
@@ -273,3 +275,51 @@ def test_a_trace_of_a_session_without_devices_is_empty(driver):
     driver.executor.ask(2, 7, StopTrace())
     event = next(e for e in driver.take_events() if isinstance(e, Replied))
     assert event == Replied(session=2, request_id=7, reply=TraceReply([]))
+
+
+def memory(driver: Driver, peak: str = "keep", num_largest: int = 10, session: int = 1) -> MemoryReply:
+    """What the executor answers; what is reported before it is dropped."""
+    driver.executor.ask(session, 9, AskMemory(num_largest=num_largest, peak=peak))
+    reply = next(e.reply for e in driver.take_events() if isinstance(e, Replied) and e.request_id == 9)
+    assert isinstance(reply, MemoryReply)
+    return reply
+
+
+def test_memory_is_that_behind_the_work_before_the_question(driver):
+    driver.executor.run(1, 1, [MAKE, 0, 10, COPY, 0, 10, 11])
+    driver.upload(2, 12, b"d" * 100)
+    driver.executor.run(1, 3, [FREE, 1, 10])
+    reply = memory(driver)
+    assert [record.device for record in reply.devices] == [0, 1]
+    for record in reply.devices:
+        assert (record.num_values, record.peak_bytes, record.limit_bytes) == (2, -1, 0)
+        assert [value.value_id for value in record.largest] == [12, 11]
+        assert record.largest[0].num_bytes == 100
+        assert record.current_bytes == 100 + record.largest[1].num_bytes
+    assert [len(record.largest) for record in memory(driver, num_largest=1).devices] == [1, 1]
+
+
+def test_a_peak_is_measured_from_when_it_is_asked_for(driver):
+    driver.executor.run(1, 1, [MAKE, 0, 10, MAKE, 0, 11, FREE, 1, 11])
+    (before, _) = memory(driver, "reset").devices
+    assert before.peak_bytes == before.current_bytes > 0
+    driver.executor.run(1, 2, [COPY, 0, 10, 12, COPY, 0, 10, 13, FREE, 2, 12, 13])
+    for record in memory(driver).devices:
+        assert (record.current_bytes, record.peak_bytes) == (before.current_bytes, 3 * before.current_bytes)
+    assert [record.peak_bytes for record in memory(driver, "reset").devices] == [before.current_bytes] * 2
+    assert [record.peak_bytes for record in memory(driver, "stop").devices] == [-1, -1]
+
+
+def test_sessions_and_devices_without_values_hold_nothing(driver):
+    driver.executor.run(1, 1, [MAKE, 0, 10])
+    driver.executor.open_session(2)
+    devices = memory(driver, session=2).devices
+    assert [(record.device, record.current_bytes, record.num_values) for record in devices] == [
+        (0, 0, 0),
+        (1, 0, 0),
+    ]
+
+
+def test_a_failed_value_holds_nothing(driver):
+    driver.executor.run(1, 1, [MAKE, 0, 10, RAISE, 7, 10, 11])
+    assert [record.num_values for record in memory(driver).devices] == [1, 1]
