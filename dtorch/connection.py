@@ -79,7 +79,7 @@ class Session:
     ) -> None:
         self.settings = settings
         self.address = address
-        self.number, self.passes = welcome.session, tuple(welcome.passes)
+        self.number = welcome.session
         self._shaped = shaped
         self._link = link
         #: The cache of calls, shared by the graphs. Emptied when the session ends: then every call is a miss.

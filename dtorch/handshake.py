@@ -37,7 +37,11 @@ def join(
     link = ZmqThreadLink.connect(address, keys=keys, limits=limits, timeout_s=settings.start_timeout_s)
     try:
         hello = ClientHello(
-            version=PROTOCOL_VERSION, session_key=session_key, host=socket.gethostname(), pid=os.getpid()
+            version=PROTOCOL_VERSION,
+            session_key=session_key,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            passes=list(settings.pass_names),
         )
         link.send([encode(hello)])
         while True:

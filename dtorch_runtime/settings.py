@@ -53,7 +53,7 @@ class Settings:
     num_threads: int = 0
     #: Agents keep the memory that tensors have freed for later ones: quicker, and their resident size stays high.
     keep_memory: bool = True
-    #: Passes that the controller runs over captured calls: names with commas between them, ``all`` or ``none``.
+    #: Passes over a client's captured calls: names with commas between them, ``all`` or ``none``.
     passes: str = "all"
     #: Bytes that the values on one device may hold, of all sessions; 0 sets no limit.
     device_memory_bytes: int = 0

@@ -109,7 +109,6 @@ class ControllerServer:
                 heartbeat_endpoint=self._heartbeats.endpoint if self._heartbeats else "",
                 started_s=time.monotonic(),
                 check=settings.check,
-                passes=settings.pass_names,
             )
         )
 

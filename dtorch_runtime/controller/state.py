@@ -31,6 +31,7 @@ from dtorch_runtime.controller.events import (
 from dtorch_runtime.controller.membership import JoinRefused, Membership, Node
 from dtorch_runtime.controller.session import Session
 from dtorch_runtime.ir.graph import GraphError
+from dtorch_runtime.passes.rewrite import PASSES
 from dtorch_runtime.wire.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -74,13 +75,12 @@ class _Violation(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
-    """What does not change. ``is_session_key`` compares in constant time; ``passes`` run over captured calls."""
+    """What does not change. ``is_session_key`` compares in constant time."""
 
     is_session_key: Callable[[bytes], bool]
     heartbeat_endpoint: str
     started_s: float
     check: bool = False
-    passes: tuple[str, ...] = ()
 
 
 #: How many payload frames a message has, where that is not none.
@@ -226,9 +226,13 @@ class ControllerState:
 
     def _on_client_hello(self, peer: int, message: ClientHello, frames: Sequence[Any]) -> None:
         self._check_key(message)
+        if not set(message.passes) <= set(PASSES):
+            raise _Violation(
+                f"the passes of this controller are {', '.join(PASSES)}, you asked for {message.passes}"
+            )
         self._num_sessions += 1
         number = self._num_sessions
-        session = Session(number, peer, self.membership, check=self._config.check, passes=self._config.passes)
+        session = Session(number, peer, self.membership, check=self._config.check, passes=message.passes)
         self.sessions[number] = session
         self._peers[peer] = session
         self._actions.append(WatchBeats(peer=peer, beat_name=beat_name(session)))
@@ -238,7 +242,6 @@ class ControllerState:
                 session=number,
                 nodes=self.membership.records(),
                 heartbeat_endpoint=self._config.heartbeat_endpoint,
-                passes=list(self._config.passes),
             ),
         )
         self._broadcast([node.peer for node in self.membership], SessionOpened(session=number))

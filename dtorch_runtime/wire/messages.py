@@ -37,12 +37,13 @@ def tag_of(message: Message) -> str:
 
 
 class ClientHello(Message, frozen=True, kw_only=True, tag="client_hello"):
-    """First message of a client."""
+    """First message of a client. ``passes`` are those that it wants over its captured calls."""
 
     version: int
     session_key: bytes
     host: str
     pid: int
+    passes: list[str] = []
 
 
 class DefineMesh(Message, frozen=True, kw_only=True, tag="define_mesh"):
@@ -191,12 +192,11 @@ class NodeBye(Message, frozen=True, kw_only=True, tag="node_bye"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """Answer to ``ClientHello``. ``passes`` are those that the controller runs over captured calls."""
+    """Answer to ``ClientHello``."""
 
     session: int
     nodes: list[NodeRecord]
     heartbeat_endpoint: str
-    passes: list[str] = []
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):

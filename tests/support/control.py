@@ -125,7 +125,7 @@ def upload(seq: int, value_id: int, devices: Sequence[int], offset: int = 0, tot
 class ControllerRig:
     """Feeds a ``ControllerState`` and keeps what it did. Invariants are checked after each event."""
 
-    def __init__(self, passes: tuple[str, ...] = ()) -> None:
+    def __init__(self) -> None:
         self.now_s = 100.0
         self.state = ControllerState(
             ControllerConfig(
@@ -133,7 +133,6 @@ class ControllerRig:
                 heartbeat_endpoint="ipc:///beats",
                 started_s=self.now_s,
                 check=True,
-                passes=passes,
             )
         )
         self.sent: dict[int, list[tuple[Message, tuple[Any, ...]]]] = defaultdict(list)
@@ -168,9 +167,9 @@ class ControllerRig:
         self.receive(peer, node_hello(name, num_devices, **changes))
         return peer
 
-    def add_client(self) -> int:
+    def add_client(self, **changes: Any) -> int:
         peer = self.new_peer()
-        self.receive(peer, client_hello())
+        self.receive(peer, client_hello(**changes))
         return peer
 
     def devices(self, node_peer: int) -> list[int]:

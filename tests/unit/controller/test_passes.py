@@ -6,7 +6,7 @@ import pytest
 
 from dtorch_runtime.ir.body import parse_body
 from dtorch_runtime.passes.rewrite import FIRST_OWN_ID, PASSES
-from dtorch_runtime.wire.messages import DefineMesh, DefineTemplates, Refused, Welcome
+from dtorch_runtime.wire.messages import DefineMesh, DefineTemplates, Refused
 from dtorch_runtime.wire.records import LayoutRecord, PlacementRecord, Slot, TemplateRecord, TransferArg
 from tests.support.bodies import BodyWriter
 from tests.support.control import ControllerRig, mesh, template
@@ -29,15 +29,14 @@ def told(rig: ControllerRig, node: int) -> list[TemplateRecord]:
 
 @pytest.fixture
 def rig() -> ControllerRig:
-    return ControllerRig(tuple(PASSES))
+    return ControllerRig()
 
 
 def test_a_body_comes_after_the_templates_that_passes_have_made(rig: ControllerRig) -> None:
     node = rig.add_node()
     writer = there_and_back()
-    client = rig.add_client()
+    client = rig.add_client(passes=list(PASSES))
     define(rig, client, writer)
-    assert rig.only(client, Welcome).passes == list(PASSES)
     records = told(rig, node)
     assert [record.template_id for record in records] == [1, 2, FIRST_OWN_ID, 1000]
     whole = LayoutRecord(1, [PlacementRecord("R")])
@@ -48,14 +47,14 @@ def test_a_body_comes_after_the_templates_that_passes_have_made(rig: ControllerR
 
 def test_a_node_that_comes_later_is_told_the_same(rig: ControllerRig) -> None:
     first = rig.add_node()
-    define(rig, rig.add_client(), there_and_back())
+    define(rig, rig.add_client(passes=list(PASSES)), there_and_back())
     later = rig.add_node("node1")
     assert told(rig, later) == told(rig, first)
     assert len(rig.all(later, DefineMesh)) == 2
 
 
 def test_what_was_made_once_is_used_again(rig: ControllerRig) -> None:
-    node, client = rig.add_node(), rig.add_client()
+    node, client = rig.add_node(), rig.add_client(passes=list(PASSES))
     define(rig, client, there_and_back())
     define(rig, client, there_and_back())  # may be told twice
     again = there_and_back(2)
@@ -69,7 +68,7 @@ def test_what_was_made_once_is_used_again(rig: ControllerRig) -> None:
 def test_sessions_do_not_share_what_was_made(rig: ControllerRig) -> None:
     node = rig.add_node()
     for _ in range(2):
-        define(rig, rig.add_client(), there_and_back())
+        define(rig, rig.add_client(passes=list(PASSES)), there_and_back())
     made = [
         (message.session, record)
         for message in rig.all(node, DefineTemplates)
@@ -78,8 +77,7 @@ def test_sessions_do_not_share_what_was_made(rig: ControllerRig) -> None:
     assert [number for number, record in made if record.template_id == FIRST_OWN_ID] == [1, 2]
 
 
-def test_without_passes_a_body_is_sent_on_as_it_was() -> None:
-    rig = ControllerRig()
+def test_without_passes_a_body_is_sent_on_as_it_was(rig: ControllerRig) -> None:
     node = rig.add_node()
     writer = BodyWriter(["R"], 1)
     writer.op("neg", 1)
@@ -118,7 +116,7 @@ def test_without_passes_a_body_is_sent_on_as_it_was() -> None:
 def test_redistributions_that_cannot_be_are_left_to_the_workers(
     rig: ControllerRig, wrong: TransferArg
 ) -> None:
-    node, client = rig.add_node(), rig.add_client()
+    node, client = rig.add_node(), rig.add_client(passes=list(PASSES))
     writer = there_and_back()
     for number, record in writer.templates.items():
         ends = (wrong.source, wrong.target) if number == 1 else (wrong.target, wrong.source)
@@ -142,6 +140,11 @@ def test_redistributions_that_cannot_be_are_left_to_the_workers(
 def test_templates_that_cannot_be_are_refused(
     rig: ControllerRig, record: TemplateRecord, reason: str
 ) -> None:
-    client = rig.add_client()
+    client = rig.add_client(passes=list(PASSES))
     rig.define(client, [mesh(1, [0])], [record])
     assert reason in rig.only(client, Refused).reason
+
+
+def test_a_client_that_asks_for_other_passes_is_refused(rig: ControllerRig) -> None:
+    client = rig.add_client(passes=["dead", "fuse"])
+    assert "you asked for ['dead', 'fuse']" in rig.only(client, Refused).reason
