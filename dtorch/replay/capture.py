@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, overload
 from weakref import WeakSet
@@ -16,6 +15,7 @@ from dtorch.insight.drawing import dump
 from dtorch.replay.arguments import Arguments
 from dtorch.replay.call import NotReplayable
 from dtorch.replay.plan import Plan, Recorder, Unsettled
+from dtorch.replay.signatures import Signature, Signatures
 from dtorch.replay.watch import function_name
 from dtorch_runtime.errors import CaptureError, UnsupportedError
 
@@ -27,24 +27,6 @@ _R = TypeVar("_R")
 
 #: Calls that may change what the next one sees: a program's first ones make state that the later ones find.
 _MAX_UNSETTLED = 3
-#: Recordings of one signature that are kept, for a model that goes back and forth between train and eval.
-_MAX_PLANS = 4
-
-
-@dataclass(slots=True)
-class _Signature:
-    """Calls of one kind."""
-
-    text: str
-    graph: Graph
-    plans: list[Plan] = field(default_factory=list)
-    #: Why calls were not replayed, oldest first.
-    reasons: list[str] = field(default_factory=list)
-    num_replays: int = 0
-    num_recordings: int = 0
-    num_unsettled: int = 0
-    num_eager: int = 0
-    is_given_up: bool = False
 
 
 class Captured(Generic[_P, _R]):
@@ -57,7 +39,7 @@ class Captured(Generic[_P, _R]):
         self.__wrapped__ = function
         self._fallback = fallback
         self._name = function_name(function)
-        self._signatures: dict[Any, _Signature] = {}
+        self._signatures = Signatures()
         _all.add(self)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -69,7 +51,9 @@ class Captured(Generic[_P, _R]):
         key = arguments.key(graph)
         signature = self._signatures.get(key)
         if signature is None:
-            signature = self._new_signature(key, str(arguments), graph)
+            objects = tuple(id(value) for _, value in arguments.objects)
+            signature = self._signatures.add(key, Signature(str(arguments), graph, objects))
+        signature.use()
         for plan in signature.plans:
             if plan.is_current(arguments.leaves):
                 signature.num_replays += 1
@@ -85,15 +69,8 @@ class Captured(Generic[_P, _R]):
         graph.session.check_open()
         return self._record(signature, arguments, args, kwargs)
 
-    def _new_signature(self, key: Any, text: str, graph: Graph) -> _Signature:
-        for old, signature in list(self._signatures.items()):
-            if not signature.graph.session.is_open:
-                del self._signatures[old]
-        signature = self._signatures[key] = _Signature(text, graph)
-        return signature
-
     def _record(
-        self, signature: _Signature, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, signature: Signature, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _R:
         if signature.plans:
             reason = signature.plans[-1].change(arguments.leaves)
@@ -105,11 +82,9 @@ class Captured(Generic[_P, _R]):
         except NotReplayable as reason:
             self._give_up(signature, reason)
         else:
-            signature.num_unsettled = 0
-            signature.num_recordings += 1
+            signature.keep(plan)
             signature.graph.last_call = plan.shown
             self._name_calls(plan, signature.graph)
-            signature.plans = [*signature.plans[1 - _MAX_PLANS :], plan]
         finally:
             recorder.close()
         return result
@@ -133,7 +108,7 @@ class Captured(Generic[_P, _R]):
         found = [each for each in list(self._signatures.values()) if each.graph.session is session]
         return sum(each.num_replays for each in found), sum(each.num_recordings for each in found)
 
-    def _give_up(self, signature: _Signature, reason: NotReplayable) -> None:
+    def _give_up(self, signature: Signature, reason: NotReplayable) -> None:
         signature.num_eager += 1
         signature.reasons.append(f"not recorded: it {reason}")
         if isinstance(reason, Unsettled):

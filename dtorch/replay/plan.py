@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -165,7 +166,9 @@ class Recorder:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function."""
-        with self._recording, self._saved:
+        needs_history = torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in self._sources)
+        # ``torch.func`` refuses to run where saved tensors are looked at.
+        with self._recording, self._saved if needs_history else nullcontext():
             return self._function(*args, **kwargs)
 
     def plan(self, result: Any) -> Plan:

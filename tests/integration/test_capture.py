@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -377,6 +378,53 @@ def test_several_graphs_record_for_themselves() -> None:
             for _ in range(2):
                 same(captured(send(numbers(4))), numbers(4) * 3 + 1)
     assert replays(captured) == 2
+
+
+def test_transforms_of_torch_func_inside() -> None:
+    @dtorch.capture
+    def slopes(x: Any) -> Any:
+        return torch.func.vmap(torch.func.grad(lambda y: (y**3).sum()))(x)
+
+    for call in range(3):
+        x = numbers(3, 2, seed=call)
+        same(slopes(send(x)), 3 * x**2)
+    assert replays(slopes) == 2
+
+
+class Holder:
+    def __init__(self, value: float) -> None:
+        self.tensor = send(torch.full((2,), value, dtype=torch.float64))
+
+
+def test_objects_that_are_not_used_any_more_are_let_go() -> None:
+    @dtorch.capture
+    def doubled(holder: Any, x: Any) -> Any:
+        return holder.tensor * 2 + x
+
+    x, held = send(numbers(2)), []
+    for number in range(10):
+        holder = Holder(number)
+        held.append(weakref.ref(holder))
+        for _ in range(2):
+            same(doubled(holder, x), torch.full((2,), number * 2.0, dtype=torch.float64) + numbers(2))
+        del holder
+    gc.collect()
+    assert [reference() is not None for reference in held] == [False] * 6 + [True] * 4
+    first = held[-1]()
+    for length in (1, 3):  # other shapes with the same object count with it
+        doubled(first, send(numbers(length, 1)))
+    assert len(doubled._signatures) == 6
+
+
+def test_signatures_have_a_limit() -> None:
+    plus = dtorch.capture(lambda x, n: x + n)
+    x = send(numbers(1))
+    for number in range(300):
+        plus(x, number)
+        plus(x, 0)
+    assert len(plus._signatures) == 256
+    same(plus(x, 0), numbers(1))
+    assert replays(plus) == 301
 
 
 def test_the_programs_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
