@@ -35,6 +35,8 @@ def test_a_node_that_is_lost_is_told_as_such(two_nodes: dtorch.Cluster) -> None:
     for _ in range(2000):
         y = y @ y
     found: list[MemoryStats] = []
+    with pytest.raises(dtorch.ClusterTimeout, match="the cluster to answer AskMemory"):
+        dtorch.memory_stats(timeout_s=0.01)
     asking = threading.Thread(target=lambda: found.append(dtorch.memory_stats()))
     asking.start()
     wait_until(lambda: _is_asked(two_nodes), "the question to be on its way", DEADLINE_S)

@@ -6,7 +6,11 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtorch.session import Answers, SessionState
 from dtorch_runtime.wire.messages import (
+    Answer,
+    Ask,
+    Asked,
     ClientBye,
     Credit,
     DefineMesh,
@@ -22,7 +26,7 @@ from dtorch_runtime.wire.messages import (
     ValueData,
     Welcome,
 )
-from dtorch_runtime.wire.records import FailureRecord, MeshRecord
+from dtorch_runtime.wire.records import AskMemory, FailureRecord, MemoryReply, MeshRecord
 from tests.sim.simulator import RAISING_OP, SimClient, Simulator
 from tests.support.control import client_hello, frame, free, mesh, op, template, upload
 
@@ -42,7 +46,7 @@ class Value:
 
 
 @dataclass
-class Answer:
+class Fetched:
     """What a fetch was answered with."""
 
     data: bytearray = field(default_factory=bytearray)
@@ -67,8 +71,12 @@ class ProgramClient(SimClient):
         self.values: dict[int, Value] = {}
         self._num_values = 0
         self.fetched: dict[int, Value] = {}
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, Fetched] = {}
         self.num_failures_told = 0
+        #: The client's own decisions about questions, and what they came to.
+        self.state = SessionState((), max_ops=1, max_bytes=1)
+        self.num_questions = 0
+        self.answered: list[Answers] = []
         self.send(client_hello())
 
     @property
@@ -86,11 +94,13 @@ class ProgramClient(SimClient):
         if not self.meshes or self.rng.random() < 0.05:
             self._add_mesh()
             return
-        kind = self.rng.choice(("ops", "ops", "upload", "fetch", "fetch"))
+        kind = self.rng.choice(("ops", "ops", "upload", "fetch", "fetch", "ask"))
         if kind == "ops":
             self._issue_batch()
         elif kind == "upload":
             self._upload()
+        elif kind == "ask":
+            self._ask()
         elif self.values:
             self._fetch()
 
@@ -176,13 +186,22 @@ class ProgramClient(SimClient):
         value = self.values[self.rng.choice(sorted(self.values))]
         request_id = len(self.fetched) + 1
         self.fetched[request_id] = value
-        self.answers[request_id] = Answer()
+        self.answers[request_id] = Fetched()
         device = self.rng.choice(value.mesh.devices)
         self.send(Fetch(request_id=request_id, value_id=value.value_id, device=device))
+
+    def _ask(self) -> None:
+        self.num_questions += 1
+        peak = self.rng.choice(("keep", "reset", "stop"))
+        question = AskMemory(num_largest=2, peak=peak)
+        self.send(Ask(request_id=self.state.start_question(), question=question))
 
     # ---- what arrives ----
 
     def arrived(self, message: ToClient, frames: tuple[Any, ...]) -> None:
+        if isinstance(message, Asked | Answer | NodeDown):
+            self.answered += [action for action in self.state.handle(message) if isinstance(action, Answers)]
+            self.state.validate()
         match message:
             case Welcome():
                 self.session = message.session
@@ -237,3 +256,14 @@ class ProgramClient(SimClient):
             else:
                 assert failure.kind == "op", failure
                 assert value.is_tainted
+        self._check_answers()
+
+    def _check_answers(self) -> None:
+        assert len(self.answered) == self.num_questions, "a question was never answered"
+        for answers in self.answered:
+            assert "" in answers.replies, "the controller did not answer"
+            assert set(answers.lost) <= self.lost_nodes
+            for name, reply in answers.replies.items():
+                if name:
+                    assert isinstance(reply, MemoryReply)
+                    assert [record.device for record in reply.devices] == self.nodes[name]

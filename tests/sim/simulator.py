@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from dtorch_runtime.controller.events import BeatsStopped, Event, PeerGone, Received, Send
+from dtorch_runtime.controller.events import AnswerSelf, BeatsStopped, Event, PeerGone, Received, Send
 from dtorch_runtime.controller.state import ControllerConfig, ControllerState
 from dtorch_runtime.node import events as node_events
 from dtorch_runtime.node.agent import perform
@@ -21,7 +21,8 @@ from dtorch_runtime.node.executor import ExecutorEvent
 from dtorch_runtime.node.state import NodeConfig, NodeState
 from dtorch_runtime.testing.null_executor import NullExecutor
 from dtorch_runtime.wire.codec import decode_to_client, decode_to_controller, decode_to_node, encode
-from dtorch_runtime.wire.messages import Done, FetchFailed, Message, OpFailed, ValueData
+from dtorch_runtime.wire.messages import Answer, Done, FetchFailed, Message, OpFailed, ValueData
+from dtorch_runtime.wire.records import CountsReply
 from tests.support.control import KEY
 
 #: The op that raises on every worker.
@@ -184,6 +185,9 @@ class Simulator:
                     peer = self.peers[number]
                     if peer.is_alive:
                         peer.downlink.append((action.message, tuple(action.frames)))
+            elif isinstance(action, AnswerSelf):
+                answer = Answer(session=action.session, request_id=action.request_id, reply=CountsReply({}))
+                self.peers[action.peer].downlink.append((answer, ()))
 
     def run(self, max_steps: int = 100_000, *, until_quiet: bool = True) -> None:
         """Take random steps until none is possible, or ``max_steps`` of them."""
@@ -227,7 +231,7 @@ class Simulator:
         message, frames = peer.uplink.popleft()
         if self.loses(message):
             return
-        may_repeat = isinstance(message, Done | ValueData | FetchFailed | OpFailed)
+        may_repeat = isinstance(message, Done | ValueData | FetchFailed | OpFailed | Answer)
         if may_repeat and self.rng.random() < self.duplicate_probability:
             peer.uplink.appendleft((message, frames))
         self.watch(message)

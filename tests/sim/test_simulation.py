@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dtorch_runtime.wire.messages import Done, FetchFailed, Message, ValueData
+from dtorch_runtime.wire.messages import Answer, Done, FetchFailed, Message, ValueData
 from tests.sim.program import ProgramClient
 from tests.sim.simulator import SimNode, Simulator
 
@@ -153,10 +153,15 @@ def test_same_seed_same_run() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "complaint"),
-    [(Done, "never credited"), (ValueData, "never answered"), (FetchFailed, "never answered")],
+    [
+        (Done, "never credited"),
+        (ValueData, r"fetch \d+ was never answered"),
+        (FetchFailed, r"fetch \d+ was never answered"),
+        (Answer, "a question was never answered"),
+    ],
 )
 def test_checks_notice_a_message_that_got_lost(kind: type[Message], complaint: str) -> None:
-    sim, (client,) = make(0, num_nodes=1, num_clients=1, num_actions=80)
+    sim, (client,) = make(0, num_nodes=1, num_clients=1, num_actions=200)
     sim.loses = lambda message: isinstance(message, kind)
     sim.run()
     with pytest.raises(AssertionError, match=complaint):
