@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 from dtorch.cluster import session_if_open
 from dtorch.insight.ops import ShownOp, value_names
+from dtorch.meshes import mesh_of
+from dtorch_runtime.ir.body import BodyOp, parse_body
+from dtorch_runtime.passes.rewrite import OwnTemplates, rewrite
+from dtorch_runtime.wire.records import TemplateRecord
 
 if TYPE_CHECKING:  # recordings keep one of these
     from dtorch.replay.recording import Op
@@ -23,6 +27,7 @@ class RecordedCall:
         kept: those of them that are issued again: without dead values.
         position: the index of each value among the inputs and outputs of the call.
         num_inputs: how many of them are inputs.
+        record: the template of the call.
     """
 
     name: str
@@ -30,6 +35,7 @@ class RecordedCall:
     kept: Sequence[Op]
     position: Mapping[int, int]
     num_inputs: int
+    record: TemplateRecord
 
     def numbers(self) -> dict[int, str]:
         """The name of each value: its number in the body of the call, where it has one."""
@@ -73,13 +79,44 @@ class RecordedCall:
         return "\n".join(lines)
 
 
-def explain() -> None:
-    """Print the last captured call of this thread's graph: its ops as they were recorded, and what is left of them.
+def after_passes(
+    record: TemplateRecord, templates: Mapping[int, TemplateRecord], passes: Sequence[str]
+) -> list[ShownOp]:
+    """The ops of a call as the passes of the controller leave them: they are pure, and give the same here."""
+    meshes = {number: mesh_of(number) for number in record.mesh_ids}
+    found = rewrite(record, templates, meshes, passes, OwnTemplates())
+    known = {**templates, **{made.template_id: made for made in found.made}}
+    return [
+        ShownOp(
+            step.template,
+            tuple(value_names(step.inputs)),
+            tuple(value_names(step.outputs)),
+            tuple(str(index - 1) for index in step.scalars),
+            step.location_id,
+        )
+        for step in parse_body(found.record, known)
+        if isinstance(step, BodyOp)
+    ]
 
-    ``-`` marks ops that are not issued again, because nothing depends on what they make. ``%1`` and so on are the
-    inputs of the call, then its outputs, then values inside. See ``dtorch.capture.explain(function)`` for how often
-    a function was replayed, and why it was recorded anew.
+
+def explain() -> None:
+    """Print the last captured call of this thread's graph: as it was recorded, and what is left of it.
+
+    First its ops as they were recorded: ``-`` marks those that are not issued again, because nothing depends on what
+    they make. Then the others, and at last what the passes of the controller make of them, which is what workers run.
+    ``%1`` and so on are the inputs of the call, then its outputs, then values inside.
+
+    ``dtorch.capture.explain(function)`` tells how often a function was replayed, and why it was recorded anew.
     """
     session = session_if_open()
     call = session.default_graph().last_call if session is not None else None
-    print("no captured function was called on this thread's graph" if call is None else call)
+    if session is None or call is None:
+        print("no captured function was called on this thread's graph")
+        return
+    print(call)
+    passes = session.settings.pass_names
+    if call.kept and passes:
+        left = after_passes(call.record, session.templates, passes)
+        print(f"after the passes {', '.join(passes)}, {len(left)} ops:")
+        for op in left:
+            print(f"    {op}")

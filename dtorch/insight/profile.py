@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 #: Questions for the time at the start; the quickest answer counts.
 _NUM_PINGS: Final = 8
 _DEFAULT_MAX_SPANS: Final = 100_000
-#: More than this takes a gigabyte in every worker.
-_MAX_MAX_SPANS: Final = 5_000_000
+#: More than this takes 200 MB of every thread, and a node's lanes travel in one message.
+_MAX_MAX_SPANS: Final = 1_000_000
 _starting = threading.Lock()
 
 
@@ -149,9 +149,13 @@ class Profile:
         self._processes = [(process, list(names)) for process, names in shown.items()]
         self.notes += dropped_note([(f"{process}, {name}", lane) for process, name, lane in lanes])
         traced = {process for process, _, _ in lanes}
-        for node in self._nodes:
-            if answers is not None and f"node {node.name}" not in traced:
-                self._lost.setdefault(node.name, "it did not tell what it did")
+        if answers is not None:
+            why = session.lost_nodes()
+            absent = [node.name for node in self._nodes] + [name for name in answers.replies if name]
+            for name in dict.fromkeys(absent):
+                if f"node {name}" not in traced:
+                    reason = why.get(name, "it joined after the profile had begun")
+                    self._lost.setdefault(name, reason)
         self.notes += [f"node {name} has no lane: {reason}" for name, reason in self._lost.items()]
 
     def _lanes_of_cluster(self, replies: Mapping[str, Any]) -> list[tuple[str, str, LaneRecord]]:

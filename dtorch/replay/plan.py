@@ -204,7 +204,7 @@ class Recorder:
             if uses_gradients
             else [],
             num_recorded=len(ops),
-            shown=RecordedCall(self._name, ops, made.ops, made.position, len(made.inputs)),
+            shown=RecordedCall(self._name, ops, made.ops, made.position, len(made.inputs), made.call.record),
         )
         if derivative is not None:
             self._add_derivative(plan, made, derivative, results)

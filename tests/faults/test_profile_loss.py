@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ DEADLINE_S = 10.0
 
 
 @pytest.fixture
-def two_nodes() -> dtorch.Cluster:
+def two_nodes() -> Iterator[dtorch.Cluster]:
     cluster = dtorch.init(num_nodes=2, devices_per_node=1)
     yield cluster
     with contextlib.suppress(dtorch.NodeLost):  # what the test is about
@@ -54,3 +56,19 @@ def test_tensors_between_nodes_are_counted(two_nodes: dtorch.Cluster) -> None:
     links = dtorch.counters().link_bytes
     assert links[first, second] == 100 * 100 * 4
     assert links[second, first] == 0
+
+
+def test_a_lost_controller_leaves_the_lanes_of_the_client(tmp_path: Path) -> None:
+    cluster = dtorch.init()
+    x = dtorch.ones(3)
+    with dtorch.profile(tmp_path / "t.json") as profile:
+        (x + 1).to_torch()
+        os.kill(cluster.nodes[0].pid, signal.SIGKILL)  # the controller is in the same process
+        wait_until(lambda: not cluster.session.is_open, "the loss of the controller to be known", DEADLINE_S)
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < DEADLINE_S
+    assert {span.process for span in profile.spans} == {"client"}
+    (note,) = profile.notes
+    assert note.startswith("lanes of the cluster are missing")
+    assert "batch" in (tmp_path / "t.json").read_text()
+    dtorch.shutdown()

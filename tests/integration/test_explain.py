@@ -16,7 +16,7 @@ import dtorch
 @dtorch.capture
 def half_used(x: Any) -> Any:
     unused = x.exp()
-    return (x * 2).relu() if unused is not None else x
+    return (x * 2).relu() + (x * 2) if unused is not None else x
 
 
 def test_explain_prints_the_last_captured_call(
@@ -30,13 +30,24 @@ def test_explain_prints_the_last_captured_call(
         dtorch.explain()
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "half_used(%1) -> %2"
-        assert lines[1] == "as recorded, 3 ops:"
-        assert lines[2].startswith("  - %4 = aten::exp.default(%1) on [0, 1]")
+        assert lines[1] == "as recorded, 5 ops:"
+        assert lines[2].startswith("  - %6 = aten::exp.default(%1) on [0, 1]")
         assert "test_explain.py" in lines[2]
         assert lines[2].endswith("in half_used: unused = x.exp()")
-        kept = [line.split(" on ")[0].strip() for line in lines[6:]]
-        assert lines[5] == "without dead values, 2 ops:"
-        assert kept[:2] == ["%3 = aten::mul.Tensor(%1, 2)", "%2 = aten::relu.default(%3)"]
+        ops = [line.split(" on ")[0].strip() for line in lines]
+        assert ops[7:12] == [
+            "without dead values, 4 ops:",
+            "%3 = aten::mul.Tensor(%1, 2)",
+            "%4 = aten::relu.default(%3)",
+            "%5 = aten::mul.Tensor(%1, 2)",
+            "%2 = aten::add.Tensor(%4, %5)",
+        ]
+        assert ops[12].startswith("after the passes dead, common,")
+        assert ops[13:] == [
+            "%3 = aten::mul.Tensor(%1, 2)",
+            "%4 = aten::relu.default(%3)",
+            "%2 = aten::add.Tensor(%4, %3)",
+        ]
 
 
 def test_explain_keeps_no_tensor_alive(mesh: dtorch.DeviceMesh) -> None:

@@ -9,12 +9,13 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dtorch import DeviceMesh, Partial, Replicate, SettingError, Shard
 from dtorch.insight.chrome import chrome_trace
 from dtorch.insight.drawing import dot, dump, mermaid
-from dtorch.insight.explain import RecordedCall
+from dtorch.insight.explain import RecordedCall, after_passes
 from dtorch.insight.ops import ShownOp, shown_stream
 from dtorch.insight.profile import clock_of
 from dtorch.insight.spans import Clock, Span, received_bytes, spans_of
@@ -180,7 +181,7 @@ def test_a_recorded_call_is_shown_before_and_after() -> None:
     first = Op(TEMPLATES[MUL], 0, (50,), (60,), ())
     dead = Op(TEMPLATES[MUL], 0, (60,), (61,), ())
     last = Op(TEMPLATES[ADD], 0, (60, 51), (62,), ())
-    call = RecordedCall("f", [first, dead, last], [first, last], {50: 0, 51: 1, 62: 2}, 2)
+    call = RecordedCall("f", [first, dead, last], [first, last], {50: 0, 51: 1, 62: 2}, 2, TEMPLATES[CALL])
     assert str(call).splitlines() == [
         "f(%1, %2) -> %3",
         "as recorded, 3 ops:",
@@ -190,6 +191,20 @@ def test_a_recorded_call_is_shown_before_and_after() -> None:
         "without dead values, 2 ops:",
         "    %4 = aten::mul.Tensor(%1, 2.0) on [0, 1]",
         "    %3 = aten::add.Tensor(%4, %2) on [0, 1]",
+    ]
+
+
+def test_what_passes_leave_of_a_call() -> None:
+    twice = BodyRecord([MUL, 0, 1, 4, MUL, 0, 1, 5, ADD, 0, 4, 5, 3, FREE, 2, 4, 5], 2)
+    record = TemplateRecord(CALL, "dtorch::captured", [], {}, 2, 1, 1, [mesh_id(MESH)], [], body=twice)
+    templates = {
+        number: msgspec.structs.replace(each, views=[-1])
+        for number, each in TEMPLATES.items()
+        if number != CALL
+    }
+    assert [str(op) for op in after_passes(record, templates, ("dead", "common"))] == [
+        "%4 = aten::mul.Tensor(%1, 2.0) on [0, 1]",
+        "%3 = aten::add.Tensor(%4, %4) on [0, 1]",
     ]
 
 
