@@ -155,6 +155,20 @@ def test_captured_calls_show_their_ops_and_count_as_before(mesh: dtorch.DeviceMe
     assert torch.equal(step(x).to_torch(), plain), "afterwards as before"
 
 
+def test_ops_that_passes_made_have_their_names(mesh: dtorch.DeviceMesh) -> None:
+    @dtorch.capture
+    def turn(x: Any) -> Any:
+        return x.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(1)])
+
+    x = dtorch.rand(4, 8, device_mesh=mesh, placements=[Shard(0)])
+    turn(x)
+    with dtorch.profile() as profile:
+        assert torch.equal(turn(x).to_torch(), x.to_torch())
+    (op,) = [span for span in profile.spans if span.lane == "device 1" and span.category == "op"]
+    assert (op.name, op.args["from"], op.args["to"]) == ("dtorch::redistribute", "[S(0)]", "[S(1)]")
+    assert op.num_bytes == 2 * 4 * 4, "half of what gathering the whole would take"
+
+
 def test_an_op_that_fails_is_marked_and_its_error_is_the_same(mesh: dtorch.DeviceMesh) -> None:
     x, index = dtorch.ones(3, device_mesh=mesh), dtorch.full((1,), 99, device_mesh=mesh, dtype=torch.int64)
     with dtorch.profile() as profile:

@@ -22,6 +22,8 @@ from dtorch_runtime.transport.direct import direct_links
 from dtorch_runtime.transport.memory import MemoryHub
 from dtorch_runtime.wire.codec import encode
 from dtorch_runtime.wire.messages import (
+    Answer,
+    Ask,
     ClientBye,
     ClusterClosing,
     Credit,
@@ -36,6 +38,7 @@ from dtorch_runtime.wire.messages import (
     ValueData,
     Welcome,
 )
+from dtorch_runtime.wire.records import AskClock, StartTrace, StopTrace, TraceReply
 from tests.support.control import KEY, client_hello, frame, mesh, op, template
 from tests.support.wire_client import LoopClient
 
@@ -280,3 +283,47 @@ async def test_stop_is_told_to_all(stage: Stages) -> None:
     leave = await asyncio.wait_for(made.agents[0], 5)
     assert "it is late" in leave.reason
     assert not leave.is_controller_lost
+
+
+async def answers(client: LoopClient) -> dict[str, Any]:
+    """The replies of the controller and of the node, by name."""
+    received = [(await client.wait_for(Answer))[0] for _ in range(2)]
+    return {message.node: message.reply for message in received}
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+async def test_the_shells_are_traced_while_somebody_asks_for_it(stage: Stages, is_direct: bool) -> None:
+    made = await stage(is_direct=is_direct)
+    client, other = await made.client(), await made.client()
+    client.send(Ask(request_id=1, question=AskClock()))
+    before, after = (await answers(client)), asyncio.get_running_loop().time() * 1e9
+    assert all(0 < reply.clock_ns <= after for reply in before.values())
+    assert made.server._take == made.server._step
+    client.send(Ask(request_id=2, question=StartTrace(100)))
+    await answers(client)
+    client.send(Ops(seq=1, graph_id=1), frame(op(1, 5)))
+    await client.wait_for(Credit)
+    other.send(Ops(seq=1, graph_id=1), frame(op(1, 5)))
+    await other.wait_for(Credit)
+    client.send(Ask(request_id=3, question=StopTrace()))
+    replies = await answers(client)
+    assert all(isinstance(reply, TraceReply) for reply in replies.values())
+    (controller,), (node,) = replies[""].lanes, replies["node0"].lanes
+    assert {"ops", "done", "work for another session"} <= set(controller.names)
+    assert {"subgraph", "reports of workers", "work for another session"} <= set(node.names)
+    assert made.server._take == made.server._step
+    assert made.agent._take == made.agent._step
+
+
+async def test_the_trace_of_a_client_that_is_gone_ends(stage: Stages) -> None:
+    made = await stage()
+    client, other = await made.client(), await made.client()
+    client.send(Ask(request_id=1, question=StartTrace(100)))
+    await answers(client)
+    assert made.server._take != made.server._step
+    client.send(ClientBye())
+    await wait_until_async(lambda: len(made.server.state.sessions) == 1, "the session to end")
+    other.send(Ops(seq=1, graph_id=1), frame(op(1, 5)))
+    await other.wait_for(Credit)
+    assert made.server._take == made.server._step
+    assert made.agent._take == made.agent._step
