@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import msgspec
 
@@ -11,6 +12,10 @@ from dtorch_runtime.ir.body import BodyOp, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import BodyRecord, TemplateRecord
+
+#: So many ops longer may a pass keep a value. What is computed or gathered anew much later was dropped on purpose:
+#: ``torch.utils.checkpoint`` and sharded parameters save memory so.
+MAX_KEPT_OPS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
 
 from dtorch_runtime.ir.body import BodyOp
-from dtorch_runtime.passes.body import Body
+from dtorch_runtime.passes.body import MAX_KEPT_OPS, Body
 from dtorch_runtime.passes.memory import Memory
-
-#: So many ops longer may a value be kept for it. What is computed anew much later, as ``torch.utils.checkpoint`` and
-#: gathered parameters are, was to save memory.
-MAX_KEPT_OPS: Final = 32
 
 
 def share_common(body: Body) -> Body:

@@ -20,7 +20,7 @@ class Memory:
         self._writes: dict[int, list[int]] = {}
         num_inputs = body.record.num_inputs
         for value in range(2, num_inputs + 1):
-            self.join(1, value)
+            self._join(1, value)
         for op in body.ops:
             views = op.template.views
             for place, output in enumerate(op.outputs):
@@ -28,9 +28,9 @@ class Memory:
                     continue
                 if views is None:
                     for value in op.inputs:
-                        self.join(value, output)
+                        self._join(value, output)
                 elif views[place] >= 0:
-                    self.join(op.inputs[views[place]], output)
+                    self._join(op.inputs[views[place]], output)
         for index, op in enumerate(body.ops):
             for place in op.template.mutates:
                 self._writes.setdefault(self.area(op.inputs[place]), []).append(index)
@@ -43,12 +43,6 @@ class Memory:
             parent[value] = parent.get(above, above)
             value = above
         return value
-
-    def join(self, a: int, b: int) -> None:
-        """Two values may share memory from now on. Only for areas that nothing writes to, once it was asked."""
-        a, b = self.area(a), self.area(b)
-        if a != b:
-            self._parent[b] = a
 
     def is_written(self, value: int) -> bool:
         """Whether any op writes to the memory of a value."""
@@ -69,6 +63,12 @@ class Memory:
     def unite(self, a: int, b: int) -> None:
         """Two values become one. Nothing writes to either."""
         outer = self.is_outer(a) or self.is_outer(b)
-        self.join(a, b)
+        self._join(a, b)
         if outer:
             self._outer.add(self.area(a))
+
+    def _join(self, a: int, b: int) -> None:
+        """Two values may share memory."""
+        a, b = self.area(a), self.area(b)
+        if a != b:
+            self._parent[b] = a

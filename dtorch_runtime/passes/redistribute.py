@@ -16,13 +16,11 @@ from dtorch_runtime.ir.body import BodyOp
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.records import layout_from_record
 from dtorch_runtime.ir.transfer_cost import transfer_bytes
-from dtorch_runtime.passes.body import Body
+from dtorch_runtime.passes.body import MAX_KEPT_OPS, Body
 from dtorch_runtime.passes.memory import Memory
 from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
 
 _REDISTRIBUTE: Final = "dtorch::redistribute"
-#: So many ops longer may the source of a chain be kept, as in pass "common".
-MAX_KEPT_OPS: Final = 32
 
 
 def fuse_redistributes(body: Body) -> Body:
