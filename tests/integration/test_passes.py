@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -88,6 +89,29 @@ def test_two_forward_passes_in_a_training_step() -> None:
     removed = re.search(r"common removed (\d+)", dtorch.capture.explain(captured))
     assert removed is not None
     assert int(removed[1]) >= 4, "the second forward pass is the first one"
+
+
+def segment(x: Any) -> Any:
+    for _ in range(30):
+        x = torch.tanh(x)
+    return x
+
+
+def checkpointed(x: Any) -> Any:
+    y = checkpoint(segment, checkpoint(segment, x, use_reentrant=False), use_reentrant=False)
+    y.sum().backward()
+    return y.detach()
+
+
+def test_what_a_checkpoint_has_dropped_is_computed_anew() -> None:
+    captured = dtorch.capture(checkpointed)
+    for _ in range(NUM_CALLS):
+        x, y = numbers(4).requires_grad_(), send(numbers(4).requires_grad_(), [Replicate()])
+        same(captured(y), checkpointed(x))
+        same(y.grad, x.grad)
+    assert replays(captured) == NUM_CALLS - 1
+    # The second segment is there still when its backward pass begins, the first one is not.
+    assert "common removed 30," in dtorch.capture.explain(captured)
 
 
 def fails(x: Any, index: Any) -> Any:
