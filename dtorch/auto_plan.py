@@ -163,12 +163,13 @@ def moved_bytes(spec: Spec, layout: Layout) -> int:
 
 def _converted(call: Call, conversions: Sequence[tuple[int, Layout]]) -> list[Spec]:
     """The inputs after their conversion. Views show the strides that they would have in the memory of their base:
-    torch decides by them what is a view again, and what a copy; the copy that they are of is at least as dense."""
+    torch decides by them what is a view again, and what a copy; the copy that they are of is at least as dense.
+    So do ops whose results have the gaps of their inputs."""
     inputs = list(call.inputs)
     for index, layout in conversions:
         spec = inputs[index]
         as_it_was = intern_spec(spec.shape, spec.dtype, layout, spec.stride, spec.is_conj, spec.is_neg)
-        inputs[index] = as_it_was if call.op.is_view else converted_spec(spec, layout)
+        inputs[index] = as_it_was if call.op.keeps_gaps else converted_spec(spec, layout)
     return inputs
 
 

@@ -45,6 +45,9 @@ class Parameter:
 _UNSAID_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
 
 
+_KEEP_GAPS = ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter")
+
+
 class Op:
     """What is fixed for an overload, read once from its schema."""
 
@@ -90,6 +93,8 @@ class Op:
         self.has_generator = "generator" in self.position
         #: Whether the results are other looks at the memory of the first tensor.
         self.is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        #: Whether results have the strides of the input, gaps between rows included; those of other ops are dense.
+        self.keeps_gaps = self.is_view or self.base in _KEEP_GAPS
         #: Whether it is one op on each position of lists, which it writes to and does not return.
         self.writes_lists = (
             not schema.returns and self.parameters[:1] != () and self.parameters[0].tensors == "list"

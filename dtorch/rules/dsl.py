@@ -95,7 +95,7 @@ class EquationRule:
             copied = self._copied_to_targets(call)
             if copied is not None:
                 return copied
-        if matched.conversions and not call.op.writes:
+        if matched.conversions and not (call.op.writes or call.op.keeps_gaps):
             metas = _after_conversions(call, matched, metas)
         plan = self.specialize(call, matched, metas) if self.specialize is not None else None
         if plan is None:

@@ -46,6 +46,7 @@ from dtorch_runtime.worker.ledger import (
     groups_of,
     memory_record,
 )
+from dtorch_runtime.worker.overlap import is_overlap, run_on_copies
 from dtorch_runtime.worker.redistribute import Redistributor, check_piece
 
 #: Values that are told of with a failure for want of memory.
@@ -275,6 +276,8 @@ class DeviceSession:
             return stop
         inputs = words[i + 2 : i + 2 + record.num_inputs]
         poison = self._poisoned_input(inputs)
+        if is_overlap(record, error) and run_on_copies(self._plain, self.blobs, record, words[i:stop]):
+            return stop
         if poison is None:
             missing = [value_id for value_id in inputs if value_id not in self.blobs]
             if missing:

@@ -84,6 +84,50 @@ def test_a_line_that_is_refused_halfway_leaves_both_sides_the_same() -> None:
     assert run(Program((2,), "strict", lines)) == (*lines[:5], lines[6])
 
 
+#: Programs that were found, and were once different.
+FOUND = [
+    Program(
+        (3,),
+        "strict",
+        (
+            "v0 = make(154, (6, 4, 3), torch.complex128, [Shard(dim=1, unit=3)], False)",
+            "v3 = v0.diff(dim=2)",
+            "v3.transpose_(0, 1)",
+            "v9 = v3.view_as(v3)",  # of other strides on the device with one row
+            "v3.addcmul_(v9, v9)",
+        ),
+    ),
+    Program(
+        (2, 3),
+        "auto",
+        (
+            "v1 = make(769, (7, 7, 5), torch.float64, [Shard(dim=0), Shard(dim=0, unit=2)], True)",
+            "v4, v5 = v1.split([5, 2], 1)",
+            "v8 = v4.slice_scatter(v4, 0)",  # has gaps between rows, as v4
+            "v11 = v8.reshape([35, 5, 1])",  # so this is a copy
+            "v11.masked_fill_((torch.arange(175, device=v11.device).view((35, 5, 1)) % 2 == 0), 2)",
+        ),
+    ),
+    Program(
+        (2,),
+        "auto",
+        (
+            "v1 = make(130, (4, 4), torch.float64, [Replicate()], True)",
+            "v2 = make(307, (6, 4), torch.float64, [Replicate()], False)",
+            "v3 = v1.cumsum(1)",
+            "v5 = F.linear(v2, v3)",  # whose derivative does not need v3
+            "v3.mul_(2)",
+            "backward(v3, v5)",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("program", FOUND, ids=range(len(FOUND)))
+def test_what_was_found_is_no_difference_any_more(program: Program) -> None:
+    assert run(program) == program.lines
+
+
 def test_a_failure_that_no_value_shows_is_found() -> None:
     started = Run((2,), "strict")
     assert started.step("v0 = make(1, (4,), torch.float64, [Replicate()], False)")

@@ -126,3 +126,24 @@ def test_an_ended_session_stops_at_the_next_op(bench):
     assert ended == [0]
     assert set(bench.blobs) == {10, 11}
     assert not bench.reported
+
+
+def test_aliases_of_the_same_elements_do_not_overlap_partly(bench):
+    """Strides along dims of size one say nothing about elements."""
+    whole = torch.arange(4.0).view(1, 4)
+    bench.blobs[20] = whole
+    bench.blobs[21] = whole.as_strided((1, 4), (1, 1))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        whole.add_(bench.blobs[21])
+    bench.run(ADD_IN_PLACE, 0, 20, 21)
+    assert not bench.reported
+    assert bench.blobs[20].tolist() == [[0.0, 2.0, 4.0, 6.0]]
+    assert min(bench.blobs) > 0
+
+
+def test_a_write_to_repeated_elements_is_a_failure(bench):
+    repeated = torch.zeros(1).expand(2)
+    bench.blobs[20], bench.blobs[21] = repeated, repeated
+    bench.run(ADD_IN_PLACE, 7, 20, 21)
+    assert [failure.location_id for failure in bench.reported] == [7]
+    assert min(bench.blobs) > 0
