@@ -40,7 +40,7 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 #: Containers that can be watched.
 _MAX_CONTAINERS = 100_000
 _NOTHING = object()
-_ITEM = "{}[{!r}]"
+_ITEM = "{}[{}]"
 _ATTRIBUTE = "{}.{}"
 
 Part = tuple[str, Any]
@@ -132,14 +132,14 @@ class Watch:
             start += len(now)
         for (name, tensor), version in zip(self._plain_tensors, self._versions, strict=True):
             if tensor._version != version:
-                return f"{name}, a tensor of this process, was written to"
+                return f"{name}, a tensor of this process, was written to{_advice(name)}"
         return None
 
     def _item_name(self, index: int, place: int) -> str:
         name, container = self._names[index]
         if self._iterables[index] is container:
             return f"{name}[{place}]" if isinstance(container, list) else f"a key of {name}"
-        return self._forms[id(container)].format(name, list(container)[place])
+        return _part_name(self._forms[id(container)], name, list(container)[place])
 
     # ---- looking ----
 
@@ -195,7 +195,7 @@ class Watch:
         else:
             self._empty.append(value)
             self._empty_names.append(name)
-        return [(form.format(name, key), item) for key, item in value.items()]
+        return [(_part_name(form, name, key), item) for key, item in value.items()]
 
     def _sequence(self, name: str, value: Any) -> Iterable[Part]:
         if value and not isinstance(value, tuple | frozenset):
@@ -261,6 +261,19 @@ def _is_equal(old: Any, new: Any) -> bool:
     if type(old) is not type(new) or not isinstance(old, PLAIN):
         return False
     return bool(old == new) and repr(old) == repr(new)  # -0.0 is another number than 0.0
+
+
+def _part_name(form: str, name: str, key: Any) -> str:
+    """What an item of a dict, or an attribute, is called. The ``repr`` of a tensor would fetch its value."""
+    return form.format(name, key if form is _ATTRIBUTE else _show(key))
+
+
+def _advice(name: str) -> str:
+    return (
+        " (an optimizer counts its steps on the cluster with capturable=True)"
+        if name.endswith("['step']")
+        else ""
+    )
 
 
 def _show(value: Any) -> str:

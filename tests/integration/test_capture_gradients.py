@@ -117,6 +117,25 @@ def test_a_training_step(name: str) -> None:
     assert "['lr'] was" in dtorch.capture.explain(captured)
 
 
+def test_an_optimizer_that_counts_in_this_process_is_refused_with_what_to_write() -> None:
+    model = mlp().to("dtorch")
+    optimizer = torch.optim.Adam(model.parameters())
+
+    @dtorch.capture
+    def step(x: Any) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    x = numbers(4, 6).to("dtorch")
+    step(x)
+    step(x)
+    fetches = dtorch.counters().fetches
+    with pytest.raises(CaptureError, match=r"optimizer.state\[a tensor of shape .*\]\['step'\].*capturable=True"):
+        step(x)
+    assert dtorch.counters().fetches == fetches, "a name of a tensor is not its value"
+
+
 def test_gradients_that_add_up() -> None:
     plain = mlp()
     model = copy.deepcopy(plain).to("dtorch")
