@@ -36,7 +36,7 @@ test: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, under ten minutes on two 
 test-all: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, the slow ones too
 	$(PY) -m pytest $(ARGS)
 
-test-ops: $(STAMPS)/dev  ## run PyTorch's operator database on every placement, an hour on two cores; ARGS="--jobs 4"
+test-ops: $(STAMPS)/dev  ## run PyTorch's operator database on every placement, and random programs; ARGS="--jobs 4"
 	$(PY) -m tests.numerics.opinfo --all $(ARGS)
 	$(PY) -m tests.numerics.programs
 
