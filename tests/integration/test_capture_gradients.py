@@ -131,7 +131,9 @@ def test_an_optimizer_that_counts_in_this_process_is_refused_with_what_to_write(
     step(x)
     step(x)
     fetches = dtorch.counters().fetches
-    with pytest.raises(CaptureError, match=r"optimizer.state\[a tensor of shape .*\]\['step'\].*capturable=True"):
+    with pytest.raises(
+        CaptureError, match=r"optimizer.state\[a tensor of shape .*\]\['step'\].*capturable=True"
+    ):
         step(x)
     assert dtorch.counters().fetches == fetches, "a name of a tensor is not its value"
 
