@@ -296,8 +296,8 @@ class Session:
         Raises:
             CaptureError: a captured function that is being recorded asks for it.
         """
-        if handle.graph.recording is not None:
-            handle.graph.recording.refuse(
+        if (recording := handle.graph.watching) is not None:
+            recording.refuse(
                 f"reads the {what} of a tensor, which {handle.origin} made: a replay issues everything at once and "
                 f"knows no value. Return the tensor and read it outside"
             )

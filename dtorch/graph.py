@@ -47,6 +47,8 @@ def guard_mesh_of(tensor: Any) -> AbstractContextManager[DeviceMesh]:
     return graph.device_mesh_guard(tensor.device_mesh)
 
 
+#: What this thread records, of whichever graph.
+recorded_here = threading.local()
 #: Numbers of writes, all different.
 next_write = itertools.count(1).__next__
 
@@ -168,6 +170,12 @@ class Graph:
     def default_mesh(self) -> DeviceMesh:
         """The mesh of tensors made without one: the innermost guard's, else ``Session.default_mesh``."""
         return self._meshes[-1] if self._meshes else self.session.default_mesh()
+
+    @property
+    def watching(self) -> Recording | None:
+        """The recording that must know of what is read and sent: of this graph, or of another one on this thread."""
+        found: Recording | None = self.recording or getattr(recorded_here, "recording", None)
+        return found
 
     @contextmanager
     def device_mesh_guard(self, mesh: DeviceMesh) -> Iterator[DeviceMesh]:

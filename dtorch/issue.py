@@ -363,8 +363,8 @@ def upload_boxes(
     ``blocks`` gives the elements of a box in row-major order, as contiguous CPU tensors one after the other.
     """
     session = graph.session
-    if graph.recording is not None:
-        graph.recording.refuse(
+    if (recording := graph.watching) is not None:
+        recording.refuse(
             f"sends a tensor of shape {list(spec.shape)} of this process to the cluster: a replay would send no "
             f"other one. Make it before, and pass it as an argument"
         )

@@ -138,7 +138,7 @@ def _ask(question: AskMemory, timeout_s: float | None = None) -> MemoryStats:
     session = session_if_open()
     if session is None:
         return MemoryStats({}, {})
-    recording = session.default_graph().recording
+    recording = session.default_graph().watching
     if recording is not None:
         recording.refuse("asks what the devices hold, and a replay would not ask. Ask outside of it")
     session.batches.flush_all()

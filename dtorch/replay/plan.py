@@ -229,6 +229,10 @@ class Recorder:
                 raise Unsettled(
                     f"lets a tensor of shape {list(tensor.shape)} stand for another value (set_ or .data)"
                 )
+            if handle.graph is not self._graph and self._was_written(tensor):
+                raise NotReplayable(
+                    f"writes to a tensor of shape {list(tensor.shape)} of another graph, whose ops are not recorded"
+                )
         values = {tensor._handle.value_id for _, tensor in self._watch.tensors}
         for leaf in self._leaves:
             if leaf._handle.value_id in values:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dtorch.graph import Graph
+from dtorch.graph import Graph, recorded_here
 from dtorch.location import capture, describe
 from dtorch_runtime.errors import CaptureError
 from dtorch_runtime.ir.body import expand, parse_body
@@ -32,16 +32,20 @@ class Recording:
         self._name = name
         self._raises = raises
         self._freed: set[int] = set()
+        self._outer: Recording | None = None
 
     def __enter__(self) -> Recording:
         graph = self.graph
         graph.flush()
         graph.recording = self
         graph.freed = self._freed
+        self._outer = getattr(recorded_here, "recording", None)
+        recorded_here.recording = self
         return self
 
     def __exit__(self, *_: object) -> None:
         graph = self.graph
+        recorded_here.recording = self._outer
         if graph.recording is not self:
             return
         with graph.lock:
@@ -61,6 +65,7 @@ class Recording:
         place = describe(capture(sys._getframe()))
         self.refusal = f"it {reason} ({place})"
         self.graph.recording = None
+        recorded_here.recording = self._outer
         if self._raises:
             raise CaptureError(
                 f"{self._name} cannot be captured: it {reason}; or write @dtorch.capture(fallback=True) to run such "

@@ -159,6 +159,22 @@ def test_a_tensor_that_cannot_be_watched_is_refused() -> None:
         captured(send(numbers(4)))
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, y: x + y.sum().item(), "reads the value of a tensor"),
+        (lambda x, y: (y.add_(1), x + 1)[1], "writes to a tensor of shape .* of another graph"),
+        (lambda x, y: (x + 1, y + 1), "cannot be watched"),
+    ],
+)
+def test_ops_of_another_graph_are_not_recorded(function: Callable[..., Any], message: str) -> None:
+    with dtorch.Graph():
+        other = send(numbers(4))
+    with pytest.raises(CaptureError, match=message):
+        dtorch.capture(function)(send(numbers(4)), other)
+    same(dtorch.capture(lambda x, y: x + y)(send(numbers(4)), other), numbers(4) + other.to_torch())
+
+
 def test_wrong_uses_say_what_to_write() -> None:
     async def waits() -> None: ...
 
