@@ -113,14 +113,13 @@ class Call:
         return handles
 
     def passes(self) -> str:
-        """How many ops each pass of the controller removes. Passes are pure: they find the same here."""
+        """How many ops each pass of the controller removes or changes. Passes are pure: they find the same here."""
         record, session = self.record, self.graph.session
         passes = session.settings.pass_names
         if record.body is None or not passes:
             return "no passes"
         meshes = {number: mesh_of(number) for number in record.mesh_ids}
-        found = rewrite(record, session.templates, meshes, passes, OwnTemplates())
-        return ", ".join(f"{name} removed {count}" for name, count in found.num_removed.items())
+        return str(rewrite(record, session.templates, meshes, passes, OwnTemplates()))
 
 
 @dataclass(frozen=True, slots=True)

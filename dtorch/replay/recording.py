@@ -126,6 +126,11 @@ def free_inputs(ops: Sequence[Op]) -> list[int]:
     return list(found)
 
 
+def num_to_spare(names: Iterable[str]) -> int:
+    """How many inner values a body keeps back for passes: two redistributions may become one, of a value of its own."""
+    return sum(name == "dtorch::redistribute" for name in names)
+
+
 def make_template(
     ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[int], written: Iterable[int]
 ) -> tuple[TemplateRecord, list[Callable[[], int]]]:
@@ -165,6 +170,6 @@ def make_template(
         num_scalars=1 + len(draws),
         mesh_ids=list(meshes),
         mutates=[index for index, value in enumerate(inputs) if value in written],
-        body=BodyRecord(words, len(number) - num_outer),
+        body=BodyRecord(words, len(number) - num_outer + num_to_spare(op.template.op for op in ops)),
     )
     return record, draws

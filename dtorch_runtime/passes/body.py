@@ -23,7 +23,7 @@ class Body:
     """The ops of a captured call, in order.
 
     Values are numbers: the inputs of the call from 1, its outputs, then inner ones. A pass leaves inputs and outputs
-    as they are and makes no numbers of its own. Templates that a pass makes have the id 0.
+    as they are, and gives what it makes numbers that are to spare. Templates that a pass makes have the id 0.
 
     Attributes:
         record: the template whose body it is.
@@ -47,6 +47,13 @@ class Body:
     def with_ops(self, ops: Sequence[BodyOp]) -> Body:
         """The same call with other ops."""
         return replace(self, ops=tuple(ops))
+
+    def spare_values(self) -> range:
+        """Numbers of inner values that no op uses: the client keeps some back for passes."""
+        record = self.record
+        assert record.body is not None
+        used = max((value for op in self.ops for value in op.outputs), default=0)
+        return range(max(used, self.num_outer) + 1, self.num_outer + record.body.num_inner + 1)
 
     def last_uses(self) -> dict[int, int]:
         """For each value, the index of the last op that reads it."""

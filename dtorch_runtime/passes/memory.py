@@ -56,6 +56,13 @@ class Memory:
         place = bisect_right(writes, first)
         return place < len(writes) and writes[place] < last
 
+    def span(self, value: int, index: int, num_ops: int) -> tuple[int, int]:
+        """Before which ops a value may be read in place of before that at ``index``: from the first to the second."""
+        writes = self._writes.get(self.area(value), [])
+        place = bisect_right(writes, index)
+        earliest = writes[place - 1] + 1 if place else 0
+        return earliest, writes[place] if place < len(writes) else num_ops
+
     def is_outer(self, value: int) -> bool:
         """Whether somebody outside sees the memory of a value, and may write to it after the call."""
         return self.area(value) in self._outer

@@ -7,20 +7,15 @@ is taken a slice.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import replace
 
 import msgspec
 
 from dtorch_runtime.ir.body import BodyOp
-from dtorch_runtime.ir.layout import Layout
-from dtorch_runtime.ir.records import layout_from_record
-from dtorch_runtime.ir.transfer_cost import transfer_bytes
 from dtorch_runtime.passes.body import MAX_KEPT_OPS, Body
 from dtorch_runtime.passes.memory import Memory
-from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
-
-_REDISTRIBUTE: Final = "dtorch::redistribute"
+from dtorch_runtime.passes.transfers import Transfer, read_transfer, transfer_arg, transfer_template
+from dtorch_runtime.wire.records import TemplateRecord, TransferArg
 
 
 def fuse_redistributes(body: Body) -> Body:
@@ -29,19 +24,6 @@ def fuse_redistributes(body: Body) -> Body:
     Never across a write to a link of the chain, nor where partial terms would be kept that the program reduces.
     """
     return _Fusing(body).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """What a redistribution does, with its layouts read."""
-
-    arg: TransferArg
-    source: Layout
-    target: Layout
-
-    def bytes_from(self, source: Layout) -> int:
-        """For elements of one byte; only compared."""
-        return transfer_bytes(tuple(self.arg.shape), 1, source, self.target)
 
 
 class _Fusing:
@@ -64,7 +46,7 @@ class _Fusing:
         #: The templates of redistributions by what they do.
         self._templates: dict[bytes, TemplateRecord] = {}
         for op in body.ops:
-            arg = _transfer_arg(op.template)
+            arg = transfer_arg(op.template)
             if arg is not None:
                 self._templates.setdefault(msgspec.msgpack.encode(arg), op.template)
 
@@ -72,7 +54,7 @@ class _Fusing:
         kept: list[BodyOp] = []
         for index, op in enumerate(self._body.ops):
             op = replace(op, inputs=tuple(self._name_of.get(value, value) for value in op.inputs))
-            transfer = self._read(op)
+            transfer = read_transfer(op, self._body.meshes)
             if transfer is not None:
                 op = self._fused(op, index, transfer)
                 if self._is_needless(op):
@@ -82,23 +64,10 @@ class _Fusing:
             kept.append(op)
         return self._body.with_ops(self._without_unread(kept))
 
-    def _read(self, op: BodyOp) -> _Transfer | None:
-        """None for other ops, and for a redistribution that is wrong: the workers will say so."""
-        arg = _transfer_arg(op.template)
-        if arg is None or not op.outputs[0]:
-            return None
-        meshes = self._body.meshes
-        try:
-            return _Transfer(
-                arg, layout_from_record(arg.source, meshes), layout_from_record(arg.target, meshes)
-            )
-        except (KeyError, ValueError):
-            return None
-
-    def _fused(self, op: BodyOp, index: int, second: _Transfer) -> BodyOp:
+    def _fused(self, op: BodyOp, index: int, second: Transfer) -> BodyOp:
         """A redistribution that makes the same of what the one before it was given, while that is better."""
         while (maker := self._makers.get(op.inputs[0])) is not None:
-            first = self._read(maker[1])
+            first = read_transfer(maker[1], self._body.meshes)
             if first is None or not self._may_fuse(maker, index, first, second):
                 break
             old, new = op.inputs[0], maker[1].inputs[0]
@@ -110,7 +79,7 @@ class _Fusing:
             second = replace(second, source=first.source)
         return op
 
-    def _may_fuse(self, maker: tuple[int, BodyOp], index: int, first: _Transfer, second: _Transfer) -> bool:
+    def _may_fuse(self, maker: tuple[int, BodyOp], index: int, first: Transfer, second: Transfer) -> bool:
         made, op = maker
         [source], [middle] = op.inputs, op.outputs
         memory = self._memory
@@ -136,10 +105,7 @@ class _Fusing:
         key = msgspec.msgpack.encode(arg)
         found = self._templates.get(key)
         if found is None:
-            meshes = dict.fromkeys((arg.source.mesh_id, arg.target.mesh_id))
-            found = self._templates[key] = TemplateRecord(
-                0, _REDISTRIBUTE, [Slot(0), arg], {}, 1, 1, 0, list(meshes), views=[-1]
-            )
+            found = self._templates[key] = transfer_template(arg)
         return found
 
     def _is_needless(self, op: BodyOp) -> bool:
@@ -147,7 +113,7 @@ class _Fusing:
 
         Its input must be contiguous, as its output would be: the result of another redistribution is.
         """
-        arg = _transfer_arg(op.template)
+        arg = transfer_arg(op.template)
         [value], [output] = op.inputs, op.outputs
         if arg is None or arg.source != arg.target or output <= self._body.num_outer:
             return False
@@ -169,16 +135,9 @@ class _Fusing:
         """Without the redistributions whose results all went into others."""
         kept: list[BodyOp] = []
         for op in reversed(ops):
-            if _transfer_arg(op.template) is not None and not self._num_uses[op.outputs[0]]:
+            if transfer_arg(op.template) is not None and not self._num_uses[op.outputs[0]]:
                 self._num_uses[op.inputs[0]] -= 1
             else:
                 kept.append(op)
         kept.reverse()
         return kept
-
-
-def _transfer_arg(template: TemplateRecord) -> TransferArg | None:
-    """What a redistribution does; None for other ops."""
-    if template.op != _REDISTRIBUTE or (template.num_inputs, template.num_outputs) != (1, 1):
-        return None
-    return next((arg for arg in template.args if isinstance(arg, TransferArg)), None)

@@ -11,16 +11,40 @@ import msgspec
 from dtorch_runtime.ir.body import parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.passes.body import Body, read_body, write_body
+from dtorch_runtime.passes.bucket import fill_buckets, num_joined
 from dtorch_runtime.passes.common import share_common
 from dtorch_runtime.passes.dead import remove_dead
 from dtorch_runtime.passes.redistribute import fuse_redistributes
 from dtorch_runtime.wire.records import TemplateRecord
 
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass.
+
+    Attributes:
+        run: what it does.
+        verb: what it has done to the ops that ``count`` counts, as it is told.
+        count: how many those are, given a body before and after.
+        repeats: whether it runs again after the ones behind it, which make work for it.
+    """
+
+    run: Callable[[Body], Body]
+    verb: str
+    count: Callable[[Body, Body], int]
+    repeats: bool
+
+
+def _num_fewer(before: Body, after: Body) -> int:
+    return len(before.ops) - len(after.ops)
+
+
 #: By their names in ``Settings.passes``, in the order in which they run.
-PASSES: Final[Mapping[str, Callable[[Body], Body]]] = {
-    "dead": remove_dead,
-    "common": share_common,
-    "redistribute": fuse_redistributes,
+PASSES: Final[Mapping[str, Pass]] = {
+    "dead": Pass(remove_dead, "removed", _num_fewer, repeats=True),
+    "common": Pass(share_common, "removed", _num_fewer, repeats=True),
+    "redistribute": Pass(fuse_redistributes, "removed", _num_fewer, repeats=True),
+    "bucket": Pass(fill_buckets, "joined", num_joined, repeats=False),
 }
 #: Ids of templates that passes make begin here; those of clients are below.
 FIRST_OWN_ID: Final = 1 << 40
@@ -50,12 +74,15 @@ class Rewritten:
 
     Attributes:
         made: the templates that the body names and that passes made.
-        num_removed: how many ops each pass has removed.
+        num_changed: how many ops each pass has removed, or changed in its way.
     """
 
     record: TemplateRecord
     made: list[TemplateRecord] = field(default_factory=list)
-    num_removed: dict[str, int] = field(default_factory=dict)
+    num_changed: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {PASSES[name].verb} {count}" for name, count in self.num_changed.items())
 
 
 def rewrite(
@@ -80,19 +107,27 @@ def rewrite(
         GraphError: the body cannot be.
     """
     body = read_body(record, templates, meshes)
-    num_removed = {name: 0 for name in PASSES if name in passes}
+    num_changed = {name: 0 for name in PASSES if name in passes}
+
+    def run(name: str) -> None:
+        nonlocal body
+        before, body = body, PASSES[name].run(body)
+        num_changed[name] += PASSES[name].count(before, body)
+        if check:
+            _check(body, templates)
+
     for _ in range(_MAX_ROUNDS):
         before = body
-        for name in num_removed:
-            num_ops = len(body.ops)
-            body = PASSES[name](body)
-            num_removed[name] += num_ops - len(body.ops)
-            if check:
-                _check(body, templates)
+        for name in num_changed:
+            if PASSES[name].repeats:
+                run(name)
         if body == before:
             break
+    for name in num_changed:
+        if not PASSES[name].repeats:
+            run(name)
     body, made = _numbered(body, own)
-    return Rewritten(write_body(body), made, num_removed)
+    return Rewritten(write_body(body), made, num_changed)
 
 
 def _numbered(body: Body, own: OwnTemplates) -> tuple[Body, list[TemplateRecord]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtorch_runtime.worker import (  # noqa: F401  register their kernels
+    bucket_kernels as _bucket_kernels,
     nn_kernels as _nn_kernels,
     piece_kernels as _piece_kernels,
     random_kernels as _random_kernels,

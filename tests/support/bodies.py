@@ -74,6 +74,9 @@ class BodyWriter:
     num_scalars: int = 1
     _ids: dict[object, int] = field(default_factory=dict)
     num_inner: int = 0
+    num_moves: int = 0
+    shape: tuple[int, ...] = SHAPE
+    dtype: str = "float64"
 
     def inner(self) -> int:
         self.num_inner += 1
@@ -98,11 +101,12 @@ class BodyWriter:
     def move(self, value: int, source: str, target: str, out: int | None = None) -> int:
         """A redistribution."""
         ends = [layout_to_record(layout(name), mesh_of(name)) for name in (source, target)]
-        arg = TransferArg(list(SHAPE), "float64", *ends)
+        self.num_moves += 1
+        arg = TransferArg(list(self.shape), self.dtype, *ends)
         meshes = list(dict.fromkeys(map(mesh_of, (source, target))))
         record = TemplateRecord(0, "dtorch::redistribute", [Slot(0), arg], {}, 1, 1, 0, meshes, views=[-1])
         out = self.inner() if out is None else out
-        self._add((source, target), record, (value,), (out,), ())
+        self._add((source, target, self.shape, self.dtype), record, (value,), (out,), ())
         return out
 
     def _add(
@@ -129,7 +133,7 @@ class BodyWriter:
             self.num_scalars,
             [1, 2],
             [],
-            BodyRecord(self.words, self.num_inner),
+            BodyRecord(self.words, self.num_inner + self.num_moves),
         )
 
     def rewritten(self, *passes: str) -> Rewritten:
@@ -150,7 +154,7 @@ class BodyWriter:
                 continue
             record = known[words[start]]
             first = start + 2 + record.num_inputs
-            name = names.get(record.template_id) or _transfer_name(record)
+            name = names.get(record.template_id) or _made_name(record)
             outputs = words[first : first + record.num_outputs]
             values = " ".join(map(str, words[start + 2 : first]))
             lines.append((f"{' '.join(map(str, outputs))} = " if outputs else "") + f"{name} {values}")
@@ -160,12 +164,15 @@ class BodyWriter:
 
 def _name(key: object) -> str:
     assert isinstance(key, tuple)
-    name, other = key
+    name, other, *_ = key
     return f"{name}->{other}" if isinstance(other, str) else str(name)
 
 
-def _transfer_name(record: TemplateRecord) -> str:
-    [arg] = [arg for arg in record.args if isinstance(arg, TransferArg)]
+def _made_name(record: TemplateRecord) -> str:
+    """Of a template that a pass has made."""
+    arg = next((arg for arg in record.args if isinstance(arg, TransferArg)), None)
+    if arg is None:
+        return record.op.removeprefix("dtorch::").removeprefix("aten::")
     ends = []
     for end in (arg.source, arg.target):
         [placement] = end.placements
@@ -199,7 +206,7 @@ class BodyRunner:
         values = [rig.put(_pieces(seed, name)) for seed, name in enumerate(writer.inputs)]
         made = [rig.new_value() for _ in outputs]
         scalars = [self._next_inner, *range(1, writer.num_scalars)]
-        self._next_inner += writer.num_inner
+        self._next_inner += writer.num_inner + writer.num_moves
         rig.run(record, 0, *values, *made, *scalars)
         for number, (value, name) in enumerate(zip((*values, *made), (*writer.inputs, *outputs)), 1):
             rig.run(self._adders[number, mesh_of(name)], 0, value)  # seen by all that share memory

@@ -61,7 +61,7 @@ def test_passes_by_name(text: str, names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("text", ["", "dead,,common", "dead;common", "fuse", "all,dead", 3])
 def test_passes_that_there_are_not(text: Any) -> None:
     with pytest.raises(
-        SettingError, match=r"names of dead, common, redistribute .* or 'all', or 'none'; got "
+        SettingError, match=r"names of dead, common, redistribute, .* or 'all', or 'none'; got "
     ):
         Settings(passes=text)
 
