@@ -218,3 +218,13 @@ def free_runner(blobs: Blobs) -> Runner:
         return stop
 
     return free
+
+
+def raising_runner(error: Exception) -> Runner:
+    """The runner of a template that cannot be run."""
+    where = error.__traceback__
+
+    def fail(words: list[int], i: int) -> int:
+        raise error.with_traceback(where)
+
+    return fail

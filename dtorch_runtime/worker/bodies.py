@@ -3,6 +3,8 @@
 Values inside are local variables, kernels and constants are closed over, and a value is dropped where its last use
 was: nothing is looked up. There is no ``try``. When a line raises, the caller finds in the traceback which step it was
 and what the variables held (``Interrupted``), and goes on from there op by op, as if nothing had been captured.
+
+One function may also run the call for several devices of an agent, each step for all of them in turn (``joint``).
 """
 
 from __future__ import annotations
@@ -26,96 +28,199 @@ from dtorch_runtime.worker.ledger import Ledger
 Mover: TypeAlias = Callable[[Any, int, int, int], Any]
 #: The mover of a redistribution, and whether the device has a piece before it and after it.
 FindMover: TypeAlias = Callable[[TemplateRecord], tuple[Mover, bool, bool]]
+#: Moves the pieces of all devices of a body at once, in their order; None where a device has none.
+JointMover: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
+#: The mover of a redistribution, and the indices of the devices that have a piece before it and after it.
+FindJointMover: TypeAlias = Callable[[TemplateRecord], tuple[JointMover, Sequence[int], Sequence[int]]]
 
 _FILE = "<dtorch captured>"
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Where a call stopped: the step that raised, and the values that the variables held by then."""
+    """Where a call stopped on a device: the step it had come to, and the values that its variables held by then.
+
+    Attributes:
+        raised: what that step raised; None when another device's did, and this one has yet to begin the step.
+    """
 
     step: int
     values: Mapping[int, Any]
+    raised: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class BodyDevice:
+    """A device that a body runs on.
+
+    Attributes:
+        device: the cluster-wide id.
+        torch_device: where its tensors are.
+        blobs: the values of the session on the device; read and written by the runner.
+        ledger: counts what values hold, if that is wanted.
+    """
+
+    device: int
+    torch_device: torch.device
+    blobs: Blobs
+    ledger: Ledger | None = None
 
 
 class CompiledBody:
-    """The runner of a template with a body on one device."""
+    """The runner of a template with a body on one device, or on several that take turns in one thread.
+
+    Args:
+        steps: of the body.
+        meshes: the session's, by id.
+        find_mover: how one device's piece is redistributed.
+        find_joint_mover: how those of all devices are; needed when there are several.
+
+    Raises:
+        InternalFailure: a template contradicts itself.
+    """
 
     def __init__(
         self,
         record: TemplateRecord,
         steps: Sequence[Step],
-        blobs: Blobs,
         meshes: Mapping[int, DeviceMesh],
-        device: int,
-        torch_device: torch.device,
-        find_mover: FindMover,
-        ledger: Ledger | None = None,
+        devices: Sequence[BodyDevice],
+        *,
+        find_mover: FindMover | None = None,
+        find_joint_mover: FindJointMover | None = None,
     ) -> None:
-        """Generate it.
-
-        Args:
-            steps: of the body.
-            blobs: the values of the session on the device; read and written by the runner.
-            find_mover: how redistributions are done.
-            ledger: counts what values hold, if that is wanted.
-
-        Raises:
-            InternalFailure: a template contradicts itself.
-        """
-        writer = _Writer(record, meshes, device, torch_device, find_mover, ledger)
+        writer = _Writer(record, meshes, devices, find_mover, find_joint_mover)
         for step in steps:
             writer.add(step)
         source = writer.finish()
         namespace: dict[str, Any] = {}
         exec(compile(source, _FILE, "exec"), namespace)
         self.steps = steps
-        self.run: Runner = namespace["make"](blobs, *writer.constants)
+        self.run: Runner = namespace["make"](*(device.blobs for device in devices), *writer.constants)
         self._code: CodeType = self.run.__code__
-        self._step_of_line = writer.step_of_line
+        self._num_devices = len(devices)
+        self._place_of_line = writer.place_of_line
 
-    def interrupted(self, error: BaseException) -> Interrupted | None:
-        """Where this body raised an error; None when it was before its first step."""
+    def interrupted(self, error: Exception) -> list[Interrupted] | None:
+        """Where this body raised an error, for each device; None when it was before its first step."""
         trace = error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code is self._code:
-                step = self._step_of_line.get(trace.tb_lineno)
-                if step is None:
-                    return None
-                local = trace.tb_frame.f_locals
-                values = {
-                    int(name[1:]): value
-                    for name, value in local.items()
-                    if name[0] == "v" and value is not None
-                }
-                return Interrupted(step, values)
+                place = self._place_of_line.get(trace.tb_lineno)
+                return None if place is None else self._stopped(*place, trace.tb_frame.f_locals, error)
             trace = trace.tb_next
         return None
 
+    def _stopped(
+        self, step: int, turn: int | None, variables: Mapping[str, Any], error: Exception
+    ) -> list[Interrupted]:
+        values: list[dict[int, Any]] = [{} for _ in range(self._num_devices)]
+        for name, value in variables.items():
+            if name[0] == "v" and value is not None:
+                number, _, device = name[1:].partition("d")
+                values[int(device)][int(number)] = value
+        stopped = []
+        for index, held in enumerate(values):
+            is_done = turn is not None and index < turn
+            stopped.append(Interrupted(step + is_done, held, error if index == turn else None))
+        return stopped
+
 
 class _Writer:
-    """Writes the function, a line or more for each step."""
+    """Writes the function, a line or more for each step and device. Value ``n`` of device ``k`` is ``v<n>d<k>``."""
 
     def __init__(
         self,
         record: TemplateRecord,
         meshes: Mapping[int, DeviceMesh],
-        device: int,
-        torch_device: torch.device,
-        find_mover: FindMover,
-        ledger: Ledger | None,
+        devices: Sequence[BodyDevice],
+        find_mover: FindMover | None,
+        find_joint_mover: FindJointMover | None,
     ) -> None:
         self._record = record
         self._meshes = meshes
-        self._device = device
-        self._torch_device = torch_device
-        self._find_mover = find_mover
-        self._ledger = ledger
+        self._find_joint_mover = find_joint_mover
+        self._devices = [
+            _DeviceWriter(self, record, meshes, device, index, find_mover)
+            for index, device in enumerate(devices)
+        ]
         self.constants: list[Any] = []
         self._names: dict[int, str] = {}
-        self._lines: list[str] = []
-        self.step_of_line: dict[int, int] = {}
+        self.lines: list[str] = []
+        #: By line: the step, and the index of the device whose turn it is; None when it is everybody's.
+        self.place_of_line: dict[int, tuple[int, int | None]] = {}
         self._num_steps = 0
+
+    def add(self, step: Step) -> None:
+        if (
+            isinstance(step, BodyOp)
+            and step.template.op == REDISTRIBUTE
+            and self._find_joint_mover is not None
+        ):
+            self._move(step, self._find_joint_mover)
+        else:
+            for index, device in enumerate(self._devices):
+                first = len(self.lines)
+                device.add(step)
+                self._note(first, index)
+        self._num_steps += 1
+
+    def _note(self, first: int, turn: int | None) -> None:
+        for line in range(first, len(self.lines)):
+            self.place_of_line[line + 3] = self._num_steps, turn  # after the two lines of `def`
+
+    def _move(self, step: BodyOp, find: FindJointMover) -> None:
+        move, sources, targets = find(step.template)
+        first = len(self.lines)
+        pieces = [
+            device.value(step.inputs[0]) if index in sources else "None"
+            for index, device in enumerate(self._devices)
+        ]
+        names = [
+            device.made(step.outputs[0]) if index in targets else "_"
+            for index, device in enumerate(self._devices)
+        ]
+        self.lines.append(f"{', '.join(names)}, = {self.constant(move)}(({', '.join(pieces)},))")
+        self._note(first, None)
+
+    def finish(self) -> str:
+        for device in self._devices:
+            device.finish()
+        self.lines.append(f"return i + {self._record.width}")
+        blobs = [f"b{index}" for index in range(len(self._devices))]
+        names = ", ".join((*blobs, *(f"c{index}" for index in range(len(self.constants)))))
+        body = "\n".join(f"        {line}" for line in self.lines)
+        return f"def make({names}):\n    def run(words, i):\n{body}\n    return run\n"
+
+    def constant(self, value: Any) -> str:
+        """Kernels are often the same, other constants rarely."""
+        name = self._names.get(id(value)) if callable(value) else None
+        if name is None:
+            self.constants.append(value)
+            name = self._names[id(value)] = f"c{len(self.constants) - 1}"
+        return name
+
+
+class _DeviceWriter:
+    """Writes the lines of one device."""
+
+    def __init__(
+        self,
+        writer: _Writer,
+        record: TemplateRecord,
+        meshes: Mapping[int, DeviceMesh],
+        device: BodyDevice,
+        index: int,
+        find_mover: FindMover | None,
+    ) -> None:
+        self._writer = writer
+        self._record = record
+        self._meshes = meshes
+        self._device = device.device
+        self._torch_device = device.torch_device
+        self._index = index
+        self._find_mover = find_mover
+        self._ledger = device.ledger
         self._first_scalar = 2 + record.num_inputs + record.num_outputs
         self._num_outer = record.num_inputs + record.num_outputs
         #: Values that this device has by now; inputs are looked up where they are first used.
@@ -123,32 +228,46 @@ class _Writer:
         self._freed: set[int] = set()
 
     def add(self, step: Step) -> None:
-        first = len(self._lines)
         if isinstance(step, BodyFree):
             for value in step.values:
                 if value in self._held:
                     self._release(value)
-                    self._lines.append(f"v{value} = None")
+                    self._line(f"{self._name(value)} = None")
                     self._freed.add(value)
         elif step.template.op == REDISTRIBUTE:
             self._move(step)
         elif any(self._takes_part(mesh_id) for mesh_id in step.template.mesh_ids):
             self._call(step)
-        for line in range(first, len(self._lines)):
-            self.step_of_line[line + 3] = self._num_steps  # after the two lines of `def`
-        self._num_steps += 1
 
-    def finish(self) -> str:
+    def finish(self) -> None:
+        """Hand the outputs over."""
         for value in range(self._record.num_inputs + 1, self._num_outer + 1):
             if value in self._held:
-                self._lines.append(f"blobs[words[i + {1 + value}]] = v{value}")
+                self._line(f"{self._blob(value)} = {self._name(value)}")
         for value in sorted(self._held - self._freed):
             if value > self._num_outer:
                 self._release(value)
-        self._lines.append(f"return i + {self._record.width}")
-        names = ", ".join(("blobs", *(f"c{index}" for index in range(len(self.constants)))))
-        body = "\n".join(f"        {line}" for line in self._lines)
-        return f"def make({names}):\n    def run(words, i):\n{body}\n    return run\n"
+
+    def value(self, value: int) -> str:
+        """The variable of a value that is read."""
+        if value <= self._record.num_inputs and value not in self._held:
+            self._line(f"{self._name(value)} = {self._blob(value)}")
+            self._held.add(value)
+        return self._name(value)
+
+    def made(self, value: int) -> str:
+        """The variable of a value that is made."""
+        self._held.add(value)
+        return self._name(value)
+
+    def _line(self, text: str) -> None:
+        self._writer.lines.append(text)
+
+    def _name(self, value: int) -> str:
+        return f"v{value}d{self._index}"
+
+    def _blob(self, value: int) -> str:
+        return f"b{self._index}[words[i + {1 + value}]]"
 
     def _takes_part(self, mesh_id: int) -> bool:
         return self._meshes[mesh_id].coordinate(self._device) is not None
@@ -158,78 +277,64 @@ class _Writer:
         kernel = find_kernel(template.op)
         expressions = Expressions(
             template,
-            [self._value(value) for value in step.inputs],
+            [self.value(value) for value in step.inputs],
             [f"words[i + {self._first_scalar + index}]" for index in step.scalars],
             self._meshes,
             self._device,
             self._torch_device,
-            self.constants,
+            self._writer.constants,
         )
-        call = f"{self._constant(kernel.function)}({expressions.arguments()})"
+        call = f"{self._writer.constant(kernel.function)}({expressions.arguments()})"
         wanted = [value for value in step.outputs if value]
         if not wanted:
-            self._lines.append(call)
+            self._line(call)
         elif len(step.outputs) == 1 and kernel.returns_one:
-            self._lines.append(f"v{wanted[0]} = {self._counted(wanted[0], call, step)}")
+            self._line(f"{self._name(wanted[0])} = {self._counted(wanted[0], call, step)}")
         else:
-            targets = ", ".join(f"v{value}" if value else "_" for value in step.outputs)
-            spread = self._constant(kernel.spread)
+            targets = ", ".join(self._name(value) if value else "_" for value in step.outputs)
+            spread = self._writer.constant(kernel.spread)
             results = self._counted_all(step, f"{spread}({call}, {len(step.outputs)})")
-            self._lines.append(f"{targets}, = {results}")
+            self._line(f"{targets}, = {results}")
         self._held.update(wanted)
         if self._ledger is not None:
-            remeasure = self._constant(self._ledger.remeasure)
+            remeasure = self._writer.constant(self._ledger.remeasure)
             for index in template.mutates:
-                self._lines.append(f"{remeasure}(v{step.inputs[index]})")
+                self._line(f"{remeasure}({self._name(step.inputs[index])})")
 
     def _move(self, step: BodyOp) -> None:
+        assert self._find_mover is not None
         move, is_source, is_target = self._find_mover(step.template)
         if not (is_source or is_target):
             return
-        value = self._value(step.inputs[0]) if is_source else "None"
+        value = self.value(step.inputs[0]) if is_source else "None"
         source, target = self._id(step.inputs[0]), self._id(step.outputs[0])
-        call = f"{self._constant(move)}({value}, {source}, {target}, {step.location_id})"
+        call = f"{self._writer.constant(move)}({value}, {source}, {target}, {step.location_id})"
         if is_target:
-            call = f"v{step.outputs[0]} = {self._counted(step.outputs[0], call, step)}"
-            self._held.add(step.outputs[0])
-        self._lines.append(call)
+            call = f"{self.made(step.outputs[0])} = {self._counted(step.outputs[0], call, step)}"
+        self._line(call)
 
     def _counted(self, value: int, call: str, step: BodyOp) -> str:
         """A call whose result the ledger counts, before the result has a name: what is too large gets none."""
         if self._ledger is None:
             return call
-        hold = self._constant(self._ledger.hold_inner)
+        hold = self._writer.constant(self._ledger.hold_inner)
         return f"{hold}({self._id(value)}, {call}, {self._origin(step)})"
 
     def _counted_all(self, step: BodyOp, call: str) -> str:
         if self._ledger is None:
             return call
-        hold = self._constant(self._ledger.hold_results)
+        hold = self._writer.constant(self._ledger.hold_results)
         ids = ", ".join(self._id(value) if value else "0" for value in step.outputs)
         return f"{hold}(({ids},), {call}, {self._origin(step)})"
 
     def _release(self, value: int) -> None:
         if self._ledger is not None:
-            self._lines.append(f"{self._constant(self._ledger.release)}({self._id(value)})")
+            self._line(f"{self._writer.constant(self._ledger.release)}({self._id(value)})")
 
     def _origin(self, step: BodyOp) -> str:
-        return self._constant((step.template.op, step.location_id))
-
-    def _value(self, value: int) -> str:
-        if value <= self._record.num_inputs and value not in self._held:
-            self._lines.append(f"v{value} = blobs[words[i + {1 + value}]]")
-            self._held.add(value)
-        return f"v{value}"
+        return self._writer.constant((step.template.op, step.location_id))
 
     def _id(self, value: int) -> str:
         if value <= self._num_outer:
             return f"words[i + {1 + value}]"
         return f"words[i + {self._first_scalar}] + {value - self._num_outer - 1}"
-
-    def _constant(self, value: Any) -> str:
-        """Kernels are often the same, other constants rarely."""
-        name = self._names.get(id(value)) if callable(value) else None
-        if name is None:
-            self.constants.append(value)
-            name = self._names[id(value)] = f"c{len(self.constants) - 1}"
-        return name

@@ -82,8 +82,8 @@ class _Ticket:
 class _OpenSession:
     """A session in the agent's loop: its devices here, and uploads that are under way."""
 
-    def __init__(self, number: int) -> None:
-        self.shared = Session(number)
+    def __init__(self, number: int, meeting_timeout_s: float) -> None:
+        self.shared = Session(number, meeting_timeout_s)
         #: Every device that may take part in an op. It only grows, so that seqs complete in order.
         self.devices: dict[int, tuple[Worker, DeviceSession]] = {}
         #: Spans of each lane while the client profiles, else None.
@@ -201,7 +201,7 @@ class WorkerExecutor:
         self._share.set_cores(max(1, _num_cores() // (1 + len(self._neighbours))))
 
     def open_session(self, session: int) -> None:
-        self._sessions[session] = _OpenSession(session)
+        self._sessions[session] = _OpenSession(session, self._settings.collective_timeout_s)
         self._exchange.begin(session)
 
     def end_session(self, session: int) -> None:
@@ -422,6 +422,7 @@ class WorkerExecutor:
         if entry.max_spans is not None:
             values.start_trace(entry.max_spans)
         entry.devices[device] = (worker, values)
+        entry.shared.devices[device] = values
 
     def _ticket(self, entry: _OpenSession, seq: int) -> _Ticket:
         session = entry.shared

@@ -16,12 +16,16 @@ import torch
 from dtorch_runtime.errors import ClusterTimeout, DTorchError
 from dtorch_runtime.ir.exchange import Send, Source, Step
 from dtorch_runtime.ir.layout import Box, Layout, box_shape, intersect, local_shape, num_elements
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.records import layout_from_record
 from dtorch_runtime.ir.transfer import plan_redistribute
+from dtorch_runtime.wire.records import TemplateRecord, TransferArg
 from dtorch_runtime.worker.assembly import Index, Locate, Recipe, index_of, make_recipe
-from dtorch_runtime.worker.blobs import Blob, Poison
+from dtorch_runtime.worker.blobs import Blob, Poison, dtype_of
 from dtorch_runtime.worker.collectives.base import Exchange, Group, Network, ParcelKey, ParcelName, StepKey
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.failures import InternalFailure, SessionEnded
+from dtorch_runtime.worker.kernels import REDISTRIBUTE
 
 #: From this size on each receiver builds its own piece, in parallel; below, waking costs more than computing.
 PARALLEL_BYTES = 512 * 1024
@@ -95,6 +99,18 @@ class TransferPlanner:
                     self._planned.clear()
                 found = self._planned[key] = self._plan(*key)
         return found
+
+    def of(self, record: TemplateRecord, meshes: Mapping[int, DeviceMesh]) -> Transfer:
+        """The transfer that a template of ``dtorch::redistribute`` names.
+
+        Raises:
+            InternalFailure: it names none.
+        """
+        arg = next((arg for arg in record.args if isinstance(arg, TransferArg)), None)
+        if arg is None or record.num_inputs != 1 or record.num_outputs != 1:
+            raise InternalFailure(f"{REDISTRIBUTE} takes one input, a transfer, and one output")
+        source, target = layout_from_record(arg.source, meshes), layout_from_record(arg.target, meshes)
+        return self.plan(arg.shape, dtype_of(arg.dtype), source, target)
 
     def _plan(self, shape: tuple[int, ...], dtype: torch.dtype, source: Layout, target: Layout) -> Transfer:
         unknown = sorted({*source.mesh.devices, *target.mesh.devices} - self._node_of.keys())

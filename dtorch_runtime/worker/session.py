@@ -11,7 +11,6 @@ import torch
 
 from dtorch_runtime.ir.body import expand, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.records import layout_from_record
 from dtorch_runtime.ir.stream import FREE, walk
 from dtorch_runtime.tape import BATCH, Tape
 from dtorch_runtime.wire.records import (
@@ -20,15 +19,14 @@ from dtorch_runtime.wire.records import (
     LaneRecord,
     ShortageRecord,
     TemplateRecord,
-    TransferArg,
 )
 from dtorch_runtime.worker import (
     dynamic_kernels as _dynamic_kernels,  # noqa: F401  registers its kernels
     shard_kernels as _shard_kernels,  # noqa: F401  registers its kernels
 )
-from dtorch_runtime.worker.arguments import Runner, compile_runner, free_runner, skip_runner
-from dtorch_runtime.worker.blobs import Blobs, Poison, check_plain, dtype_of, poison_with_aliases
-from dtorch_runtime.worker.bodies import CompiledBody, Mover
+from dtorch_runtime.worker.arguments import Runner, compile_runner, free_runner, raising_runner, skip_runner
+from dtorch_runtime.worker.blobs import Blobs, Poison, check_plain, poison_with_aliases
+from dtorch_runtime.worker.bodies import BodyDevice, CompiledBody, Mover
 from dtorch_runtime.worker.failures import (
     InternalFailure,
     OpSite,
@@ -36,6 +34,7 @@ from dtorch_runtime.worker.failures import (
     asked_bytes_of,
     failure_of,
 )
+from dtorch_runtime.worker.joint import JointBodies, JointMember
 from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
 from dtorch_runtime.worker.ledger import (
     UNKNOWN,
@@ -60,13 +59,16 @@ class ReportFailure(Protocol):
 
 
 class Session:
-    """What a client defined. Written by the agent's loop, read by workers."""
+    """What a client defined. Written by the agent's loop, read by workers. They meet for ``meeting_timeout_s``."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, meeting_timeout_s: float = 600.0) -> None:
         self.number = number
         self.templates: dict[int, TemplateRecord] = {}
         self.meshes: dict[int, DeviceMesh] = {}
         self.is_ended = False
+        #: Those of this agent that take part.
+        self.devices: dict[int, DeviceSession] = {}
+        self.joint = JointBodies(meeting_timeout_s)
         #: Whether the peak of what values hold is measured; devices that join later do so too.
         self.is_measured = False
 
@@ -117,7 +119,7 @@ class DeviceSession:
         self._runners = self._plain
         self._tape: Tape | None = None
         #: Templates with a body that have run, by id.
-        self._bodies: dict[int, CompiledBody] = {}
+        self._bodies: dict[int, CompiledBody | JointMember] = {}
         self._total = total or DeviceTotal()
         #: Counts what the values hold, while there is a limit or somebody wants to know the peak.
         self._ledger: Ledger | None = None
@@ -127,6 +129,7 @@ class DeviceSession:
     def end(self) -> None:
         """Make the batch that runs now stop at its next op. Called from the agent's loop."""
         self.session.is_ended = True
+        self.session.joint.end()
         self._runners.clear()
         self._plain.clear()
 
@@ -210,6 +213,7 @@ class DeviceSession:
         self._runners.clear()
         self._plain.clear()
         self._bodies.clear()
+        self.session.joint.forget()
 
     def _reclaim(self) -> None:
         """Free what the running batch frees later and no op needs before.
@@ -339,7 +343,7 @@ class DeviceSession:
             )
             return self._first_runner(template_id, record, self._counted_runner(record, runner))
         except Exception as error:  # noqa: BLE001  each op of the template fails with it
-            return _raising_runner(error)
+            return raising_runner(error)
 
     def _first_runner(self, template_id: int, record: TemplateRecord, runner: Runner) -> Runner:
         """Looks what the first op of a template makes: all make tensors of the same kind."""
@@ -388,15 +392,10 @@ class DeviceSession:
 
     def _mover(self, record: TemplateRecord) -> tuple[Mover, bool, bool]:
         """How a redistribution moves this device's piece, and whether there is one before and one after it."""
-        arg = next((arg for arg in record.args if isinstance(arg, TransferArg)), None)
-        if arg is None or record.num_inputs != 1 or record.num_outputs != 1:
-            raise InternalFailure(f"{REDISTRIBUTE} takes one input, a transfer, and one output")
-        meshes = self.session.meshes
-        source, target = layout_from_record(arg.source, meshes), layout_from_record(arg.target, meshes)
-        transfer = self._redistributor.planner.plan(arg.shape, dtype_of(arg.dtype), source, target)
+        transfer = self._redistributor.planner.of(record, self.session.meshes)
         device, number = self._device, self.session.number
-        is_source = source.mesh.coordinate(device) is not None
-        is_target = target.mesh.coordinate(device) is not None
+        is_source = transfer.source.mesh.coordinate(device) is not None
+        is_target = transfer.target.mesh.coordinate(device) is not None
         redistribute = self._redistributor.run
 
         def move(value: Any, value_id: int, out: int, location_id: int) -> Any:
@@ -415,32 +414,41 @@ class DeviceSession:
 
         return move, is_source, is_target
 
+    @property
+    def body_device(self) -> BodyDevice:
+        """This device as captured calls see it."""
+        return BodyDevice(self._device, self._torch_device, self.blobs, self._ledger)
+
     def _body_runner(self, record: TemplateRecord) -> Runner:
-        body = self._bodies[record.template_id] = CompiledBody(
-            record,
-            parse_body(record, self.session.templates),
-            self.blobs,
-            self.session.meshes,
-            self._device,
-            self._torch_device,
-            self._mover,
-            self._ledger,
-        )
-        return body.run if self._ledger is None else self._counted_runner(record, body.run)
+        session, planner = self.session, self._redistributor.planner
+        steps = parse_body(record, session.templates)
+        body = CompiledBody(record, steps, session.meshes, [self.body_device], find_mover=self._mover)
+        part = session.joint.join(record, body, self._device, session.devices, session.meshes, planner)
+        found = self._bodies[record.template_id] = body if part is None else part
+        return found.run if self._ledger is None else self._counted_runner(record, found.run)
 
     def _finish_body(
-        self, record: TemplateRecord, body: CompiledBody, words: list[int], i: int, error: Exception
+        self,
+        record: TemplateRecord,
+        body: CompiledBody | JointMember,
+        words: list[int],
+        i: int,
+        error: Exception,
     ) -> None:
         """Go on with a captured call after one of its ops raised, op by op: peers wait for the rest of them."""
         expanded, starts, ids = expand(record, body.steps, words, i)
-        stopped = body.interrupted(error)
+        found = body.interrupted(error)
         start = 0
-        if stopped is not None:
+        if found is not None:
+            stopped = found[0]
             for value, blob in stopped.values.items():
                 if value > record.num_inputs and ids[value]:
                     self.blobs[ids[value]] = blob
-            start = self._after_error(expanded, starts[stopped.step], error)
-        error.__traceback__ = None  # it holds what the call has dropped since
+            start = starts[stopped.step] if stopped.step < len(starts) else len(expanded)
+            if stopped.raised is not None:
+                start = self._after_error(expanded, start, stopped.raised)
+                stopped.raised.__traceback__ = None  # it holds what the call has dropped since
+        error.__traceback__ = None
         self._run(expanded, start)
         self._drop_inner(record, ids)
 
@@ -486,12 +494,3 @@ class DeviceSession:
             return i + record.width
 
         return run
-
-
-def _raising_runner(error: Exception) -> Runner:
-    where = error.__traceback__
-
-    def fail(words: list[int], i: int) -> int:
-        raise error.with_traceback(where)
-
-    return fail

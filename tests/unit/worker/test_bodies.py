@@ -112,5 +112,5 @@ def test_values_are_dropped_where_their_last_use_was() -> None:
     bench, _ = new_bench([NEG, 0, 1, 5, NEG, 0, 5, 3, FREE, 1, 5, NEG, 0, 3, 4])
     bench.run(*STREAM)
     body = bench.values._bodies[CAPTURED]
-    assert "v5" in body.run.__code__.co_varnames
+    assert "v5d0" in body.run.__code__.co_varnames
     assert set(bench.blobs) == {10, 11, 30, 31}
