@@ -66,7 +66,8 @@ def entry_of(
         graph.entries["auto", key, torch.get_default_dtype()] = entry
     else:
         dependence = _dtype_dependence(plan, tensors)
-        entry = graph.entries[key] = make_entry(graph.session, plan, func, len(tensors), dependence)
+        given = [tensor._spec for tensor in tensors]
+        entry = graph.entries[key] = make_entry(graph.session, plan, func, len(tensors), dependence, given)
         if plan.conversions:
             entry.moves = _moves(cls, func, args, kwargs, tensors, plan)
     return entry
@@ -126,7 +127,7 @@ def _auto_entry(
     if any(index in found.plan.mutates for index in moves):
         raise refused
     refuse_dtypes(Call(op_of(func), args, kwargs), found.plan)
-    entry = make_entry(graph.session, found.plan, func, len(tensors))
+    entry = make_entry(graph.session, found.plan, func, len(tensors), given=specs)
     conversions = (moves | dict(found.conversions)).items()
     is_view = op_of(func).is_view and bool(found.conversions)
     return AutoEntry(entry, tuple(conversions), found.written_back, found.moves, is_view)

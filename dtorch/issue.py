@@ -22,7 +22,7 @@ from dtorch.overlap import (
 from dtorch.random import next_seed
 from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch.values import cut, device_boxes
-from dtorch.viewed import views_of
+from dtorch.viewed import fits_of, views_of
 from dtorch_runtime.errors import SessionClosed, UnsupportedError
 from dtorch_runtime.ir.layout import Box, Layout, box_shape
 from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
@@ -143,9 +143,17 @@ def make_view(cls: type[torch.Tensor], spec: Spec, handle: Handle, source: torch
 
 
 def make_entry(
-    session: Session, plan: OpPlan, func: Any, num_inputs: int, default_dtype: torch.dtype | None = None
+    session: Session,
+    plan: OpPlan,
+    func: Any,
+    num_inputs: int,
+    default_dtype: torch.dtype | None = None,
+    given: Sequence[Spec] = (),
 ) -> Entry:
     """Make a plan ready: its meshes and its template are known to the cluster afterwards.
+
+    Args:
+        given: the specs of the inputs, before conversions, where they are known.
 
     Raises:
         MeshError: a mesh names devices that the cluster does not have.
@@ -167,6 +175,7 @@ def make_entry(
         mesh_ids=[session.define_mesh(mesh) for mesh in meshes],
         mutates=list(plan.mutates),
         views=views_of(plan),
+        fits=fits_of(plan, given),
     )
     return Entry(plan, session.define_template(record), func, default_dtype)
 

@@ -159,10 +159,11 @@ class LogicalGraph:
             raise GraphError(
                 f"template {record.template_id} ({record.op}) has an impossible id or width {counts}"
             )
-        if not all(0 <= index < record.num_inputs for index in record.mutates):
-            raise GraphError(
-                f"template {record.template_id} ({record.op}) mutates inputs that it does not have"
-            )
+        for verb, places in (("mutates", record.mutates), ("fits", record.fits)):
+            if not all(0 <= index < record.num_inputs for index in places):
+                raise GraphError(
+                    f"template {record.template_id} ({record.op}) {verb} inputs that it does not have"
+                )
         views = record.views
         if views is not None and (
             len(views) != record.num_outputs or not all(-1 <= index < record.num_inputs for index in views)

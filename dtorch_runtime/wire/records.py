@@ -146,6 +146,7 @@ class TemplateRecord(msgspec.Struct, frozen=True, array_like=True):
     ``mesh_ids`` name the meshes whose devices take part (two for a transfer between meshes).
     ``mutates`` lists the inputs that the op writes to; a mutated input that the op returns is no output.
     ``views`` says for each output which input's memory it lies in, -1 for memory of its own; None: not known.
+    ``fits`` lists inputs that are as the only output: of its shape, dtype, placements and strides, row by row.
     With a ``body`` it stands for many ops, which were captured; ``args`` and ``kwargs`` are empty then.
     """
 
@@ -160,6 +161,7 @@ class TemplateRecord(msgspec.Struct, frozen=True, array_like=True):
     mutates: list[int] = []
     body: BodyRecord | None = None
     views: list[int] | None = None
+    fits: list[int] = []
 
     @property
     def width(self) -> int:

@@ -23,8 +23,10 @@ split_with_sizes.default sqrt.default squeeze.dim stack.default sub.Tensor sum.d
 tanh.default transpose.int tril.default triu.default unsqueeze.default where.self
 """
 _METHODS = """
-add_.Tensor copy_.default div_.Tensor expand.default fill_.Scalar masked_fill.Scalar mul_.Tensor permute.default
-sub_.Tensor view.default zero_.default
+abs_.default add_.Tensor clamp_.default copy_.default cos_.default div_.Tensor exp_.default expand.default fill_.Scalar
+log_.default masked_fill.Scalar masked_fill_.Scalar mul_.Scalar mul_.Tensor neg_.default permute.default pow_.Scalar
+reciprocal_.default relu_.default rsqrt_.default sigmoid_.default sin_.default sqrt_.default sub_.Tensor tanh_.default
+view.default zero_.default
 """
 
 

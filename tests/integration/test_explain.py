@@ -45,8 +45,8 @@ def test_explain_prints_the_last_captured_call(
         assert ops[12].startswith("after the passes dead, common,")
         assert ops[13:] == [
             "%3 = aten::mul.Tensor(%1, 2)",
-            "%4 = aten::relu.default(%3)",
-            "%2 = aten::add.Tensor(%4, %3)",
+            "%2 = aten::relu.default(%3)",
+            "aten::add_.Tensor(%2, %3)",
         ]
 
 

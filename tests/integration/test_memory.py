@@ -215,6 +215,13 @@ def chain(x):
     return c  # noqa: RET504  plain PyTorch holds what has a name
 
 
+def sums(x):
+    a = torch.cumsum(x, 0)
+    b = torch.cumsum(a, 0)
+    c = torch.cumsum(b, 0)
+    return c  # noqa: RET504  plain PyTorch holds what has a name
+
+
 class Live(TorchDispatchMode):
     """What the tensors that plain PyTorch has made hold at most, in bytes, those that exist before aside."""
 
@@ -231,29 +238,39 @@ class Live(TorchDispatchMode):
         return result
 
 
-def test_a_captured_chain_holds_less_than_plain_pytorch(cluster: dtorch.Cluster) -> None:
+@pytest.mark.parametrize(
+    ("function", "num_held"),
+    [
+        pytest.param(chain, 1, id="each op writes to the memory of the one before"),
+        pytest.param(sums, 2, id="two at any time"),
+    ],
+)
+def test_a_captured_chain_holds_less_than_plain_pytorch(
+    cluster: dtorch.Cluster, function: Callable[..., torch.Tensor], num_held: int
+) -> None:
     num_bytes = 8 * MIB
     plain = torch.rand(8 * SIZE)
     with Live() as live:
-        expected = chain(plain)
+        expected = function(plain)
     assert live.peak_bytes == 3 * num_bytes, "a, b and c, which have names until the function returns"
 
     x = dtorch.from_torch(plain, device_mesh=MESH)
-    captured = dtorch.capture(chain)
+    captured = dtorch.capture(function)
     captured(x)  # recorded, op by op
     dtorch.reset_peak_memory_stats()
     result = captured(x)
     memory = dtorch.memory_stats()[0]
     assert replays(captured) == 1
     assert memory.peak_bytes is not None
-    assert memory.peak_bytes - num_bytes == 2 * num_bytes, "two of them at any time"
+    assert memory.peak_bytes - num_bytes == num_held * num_bytes
     assert memory.peak_bytes - num_bytes < live.peak_bytes
     assert memory.current_bytes == 2 * num_bytes, "x and the result"
     torch.testing.assert_close(result.to_torch(), expected)
     for _ in range(3):
         result = captured(x)
     peak_bytes = dtorch.memory_stats()[0].peak_bytes
-    assert peak_bytes == 4 * num_bytes, "x, two of a call, and the result that the call's is to replace"
+    what = "x, those of a call, and the result that the call's is to replace"
+    assert peak_bytes == (2 + num_held) * num_bytes, what
 
 
 def test_the_program_in_the_document_runs(

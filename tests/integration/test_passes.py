@@ -153,5 +153,23 @@ def test_small_redistributions_go_together() -> None:
     assert results[1].abs().sum().item() > 0
 
 
+def elementwise(x: Any, y: Any) -> Any:
+    a = torch.tanh(x * 2) + y
+    view = a.t()
+    b = torch.sigmoid(a - y)
+    wide = torch.relu(x[0]) + y  # of another shape than its first operand
+    return b * view, torch.relu(wide).exp() / b, (x + 1).t().neg()
+
+
+def test_elementwise_ops_write_to_what_dies() -> None:
+    captured = dtorch.capture(elementwise)
+    x, y = (send(numbers(4, 4, seed=seed), [Replicate()]) for seed in range(2))
+    for _ in range(NUM_CALLS):
+        for one, other in zip(captured(x, y), elementwise(x, y), strict=True):
+            torch.testing.assert_close(one.to_torch(), other.to_torch(), rtol=0, atol=0)
+    same([x, y], [numbers(4, 4, seed=seed) for seed in range(2)])
+    assert "reuse changed 6" in dtorch.capture.explain(captured)
+
+
 def _list(result: Any) -> list[Any]:
     return list(result) if isinstance(result, tuple) else [result]

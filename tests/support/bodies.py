@@ -29,6 +29,7 @@ SHAPE = (4, 4)
 #: By the ids that a ``Rig`` gives them when it is asked in this order.
 MESHES = {1: DeviceMesh("cpu", [0, 1]), 2: DeviceMesh("cpu", [1, 2])}
 _PLACEMENTS: dict[str, Placement] = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
+_ELEMENTWISE = frozenset({"neg", "relu", "add", "random"})
 _CALL = 1000
 
 
@@ -77,25 +78,47 @@ class BodyWriter:
     num_moves: int = 0
     shape: tuple[int, ...] = SHAPE
     dtype: str = "float64"
+    made: set[int] = field(default_factory=set)
 
     def inner(self) -> int:
         self.num_inner += 1
         return len(self.inputs) + self.num_outputs + self.num_inner
 
-    def op(self, name: str, *inputs: int, out: int | tuple[int, ...] | None = None, mesh: int = 1) -> int:
-        """One op; returns its first output, an inner value unless it is given."""
+    def op(
+        self,
+        name: str,
+        *inputs: int,
+        out: int | tuple[int, ...] | None = None,
+        mesh: int = 1,
+        fits: bool = True,
+    ) -> int:
+        """One op; returns its first output, an inner value unless it is given.
+
+        Args:
+            fits: whether all tensors of an elementwise op are row by row in memory.
+        """
         op, args, views = _OPS[name]
         mutates = [0] if name == "neg_" else []
         num_outputs = 2 if name == "max" else 1 - len(mutates)
         scalars = range(self.num_scalars, self.num_scalars + (name == "random"))
         self.num_scalars += len(scalars)
         record = TemplateRecord(
-            0, op, args, {}, len(inputs), num_outputs, len(scalars), [mesh], mutates, views=views
+            0,
+            op,
+            args,
+            {},
+            len(inputs),
+            num_outputs,
+            len(scalars),
+            [mesh],
+            mutates,
+            views=views,
+            fits=[place for place in range(len(inputs)) if fits and name in _ELEMENTWISE],
         )
         if out is None:
             out = tuple(self.inner() for _ in range(num_outputs))
         outputs = (out,) if isinstance(out, int) else out
-        self._add((name, mesh), record, inputs, outputs[:num_outputs], tuple(scalars))
+        self._add((name, mesh, fits), record, inputs, outputs[:num_outputs], tuple(scalars))
         return outputs[0] if outputs else 0
 
     def move(self, value: int, source: str, target: str, out: int | None = None) -> int:
@@ -117,6 +140,7 @@ class BodyWriter:
         outputs: tuple[int, ...],
         scalars: tuple[int, ...],
     ) -> None:
+        self.made.update(outputs)
         number = self._ids.setdefault(key, len(self._ids) + 1)
         fields = {name: getattr(record, name) for name in record.__struct_fields__}
         self.templates[number] = TemplateRecord(**(fields | {"template_id": number}))
@@ -335,12 +359,14 @@ def _write(writer: BodyWriter, values: dict[int, _Made], choice: _Choice, out: i
         writer.move(value, name, choice.target, out)
         return _Made(choice.target, True)
     if kind == "add":
-        writer.op("add", value, choice.other, out=out, mesh=mesh)
-        return _Made(name, False)
+        fits = values[value].is_contiguous and values[choice.other].is_contiguous
+        writer.op("add", value, choice.other, out=out, mesh=mesh, fits=fits)
+        return _Made(name, fits)
     if kind == "regroup":
         writer.op("square", writer.op("flat", value, mesh=mesh), out=out, mesh=mesh)
         return _Made(name, True)
-    writer.op(kind, value, out=out, mesh=mesh)
+    fits = values[value].is_contiguous
+    writer.op(kind, value, out=out, mesh=mesh, fits=fits)
     if kind == "t":
         return _Made({"S0": "S1", "S1": "S0", "S0'": "S1'", "S1'": "S0'"}.get(name, name), False)
-    return _Made(name, kind == "alias" and values[value].is_contiguous)
+    return _Made(name, kind != "unknown" and fits)
