@@ -91,6 +91,17 @@ class SegmentPool:
             if self._lent.pop(segment.name, None) is not None:
                 self._free[segment.num_bytes].append(segment)
 
+    def hide(self, segment: Segment) -> None:
+        """Whoever needs it has mapped it: without its name nothing is left behind, whatever happens to us."""
+        _unlink(segment.name)
+
+    def remove(self, segment: Segment) -> None:
+        """Give it back for good: who it was for may still have it mapped, and write to it."""
+        with self._lock:
+            if self._lent.pop(segment.name, None) is not None:
+                self._num_bytes -= segment.num_bytes
+        _unlink(segment.name)
+
     def close(self) -> None:
         """Remove all segments. Who has mapped one can still read it."""
         with self._lock:

@@ -77,7 +77,25 @@ class PoisonParcel(DataMessage, frozen=True, kw_only=True, tag="poison"):
     failure: FailureRecord
 
 
-ToAgent: TypeAlias = ParcelChunk | ParcelInSegment | ParcelRead | PoisonParcel
+class BoxOffer(DataMessage, frozen=True, kw_only=True, tag="box"):
+    """The sender has made a mailbox for the reader, who is on the same machine, and uses it once that is answered."""
+
+    key: bytes
+    #: The sender, and the name of the box under /dev/shm.
+    node: str
+    segment: str
+
+
+class BoxTaken(DataMessage, frozen=True, kw_only=True, tag="box_taken"):
+    """The mailbox that the receiver of this message has offered is read from now on."""
+
+    key: bytes
+    #: The reader, and the name of its bell under /dev/shm.
+    node: str
+    bell: str
+
+
+ToAgent: TypeAlias = ParcelChunk | ParcelInSegment | ParcelRead | PoisonParcel | BoxOffer | BoxTaken
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)

@@ -153,6 +153,7 @@ class WorkerExecutor:
                 pool=SegmentPool() if shares_memory else None,
                 run_ahead=run_ahead,
             )
+            self._exchange.mail = self._network.mail
         self._local: dict[int, torch.device] = {}
         self._node_of: dict[int, str] = {}
         self._neighbours: set[str] = set()

@@ -49,7 +49,8 @@ WAYS = {
     "sockets, many chunks": Way(
         TWO_NODES, chunk_bytes=24, parallel_bytes=0, large_bytes=0, run_ahead_bytes=1
     ),
-    "shared memory between nodes": Way(TWO_NODES, shares_memory=True, large_bytes=0),
+    "segments between nodes": Way(TWO_NODES, shares_memory=True, large_bytes=0),
+    "mailboxes between nodes": Way(TWO_NODES, shares_memory=True),
 }
 
 
@@ -368,18 +369,23 @@ def test_the_end_of_the_session_ends_a_wait(rig):
         node.executor.close(5.0)  # raises when a worker does not stop in half the time of a collective
 
 
-@pytest.mark.parametrize("way", [Way((ALL,)), Way(TWO_NODES)], ids=["threads", "sockets"])
+@pytest.mark.parametrize(
+    "way",
+    [Way((ALL,)), Way(TWO_NODES), Way(TWO_NODES, shares_memory=True)],
+    ids=["threads", "sockets", "mailboxes"],
+)
 def test_a_wait_has_a_deadline_and_a_name(way):
     options = Settings(collective_timeout_s=0.05, num_threads=1)
-    with Rig(way.nodes, settings=options) as started:
+    with Rig(way.nodes, shares_memory=way.shares_memory, settings=options) as started:
         out, device = only_one_arrives(started)
         cause = started.fetch(out, device)
         assert cause.error_type == "ClusterTimeout"
         assert "device 1 in step 0 of redistribute [3] from [P] to [R]" in cause.message
 
 
-def test_what_waits_for_a_lost_node_fails():
-    with Rig(TWO_NODES) as rig:
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["sockets", "mailboxes"])
+def test_what_waits_for_a_lost_node_fails(shares_memory):
+    with Rig(TWO_NODES, shares_memory=shares_memory) as rig:
         out, device = only_one_arrives(rig)
         node = rig.nodes[0]
         node.executor.node_lost("n1", list(rig.nodes[1].devices), "it was switched off")

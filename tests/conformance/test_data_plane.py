@@ -1,4 +1,4 @@
-"""The sockets between agents: what they carry, what they refuse, and what they leave behind."""
+"""The sockets and mailboxes between agents: what they carry, what they refuse, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from dtorch_runtime.transport.security import load_keys, write_keys
 from dtorch_runtime.transport.segments import SegmentPool, SegmentReader, unlink_segments_of
 from dtorch_runtime.transport.sockets import close_socket, new_socket
 from dtorch_runtime.wire.data import (
+    BoxOffer,
+    BoxTaken,
     ParcelChunk,
     ParcelInSegment,
     ParcelRead,
@@ -59,8 +61,14 @@ class End:
     def record(self) -> NodeRecord:
         return NodeRecord(self.name, "here", os.getpid(), "cpu", [3], self.network.endpoint)
 
+    def has(self, key: ParcelKey) -> bool:
+        """Whether it has come, by whatever way: what lies in a mailbox is there for whoever looks."""
+        if self.network.mail is not None:
+            self.network.mail.collect()
+        return key in self.came
+
     def get(self, key: ParcelKey = KEY) -> Blob:
-        wait_until(lambda: key in self.came, f"parcel {key}")
+        wait_until(lambda: self.has(key), f"parcel {key}")
         return self.came.pop(key)
 
 
@@ -100,18 +108,44 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
-@pytest.mark.parametrize("make_pool", [lambda: None, pool], ids=["sockets", "segments"])
-def test_a_tensor_arrives_as_it_was_when_it_was_sent(end, tensor, make_pool):
-    a, b = end("a", pool=make_pool()), end("b", pool=make_pool())
+def lent(end: End) -> set[str]:
+    """Segments that hold parcels: neither the bell nor mailboxes."""
+    network = end.network
+    boxes = {peer.box_segment.name for peer in network._peers.values() if peer.box_segment is not None}
+    return set(network._pool._lent) - boxes - {network.mail and network.mail.bell_name}
+
+
+def connected(end: Callable[..., End], way: str) -> tuple[End, End]:
+    """Two agents, a and b; "mailboxes": a's box at b is in use."""
+    a, b = (end(name, pool=None if way == "sockets" else pool()) for name in "ab")
     a.network.connect(b.record())
     b.network.connect(a.record())
+    if way == "mailboxes":
+        a.network.send("b", KEY, torch.ones(1))
+        b.get()
+        wait_until(lambda: a.network._peers["b"]._box is not None, "the mailbox to be taken")
+    return a, b
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
+@pytest.mark.parametrize("way", ["sockets", "segments", "mailboxes"])
+def test_a_tensor_arrives_as_it_was_when_it_was_sent(end, tensor, way):
+    a, b = connected(end, way)
     source = tensor.clone()
     a.network.send("b", KEY, source)
     source.zero_()
     got = b.get()
     assert got.dtype == tensor.dtype
     assert torch.equal(got, tensor)
+
+
+@pytest.mark.parametrize("way", ["sockets", "mailboxes"])
+def test_a_view_that_conjugates_or_negates_is_sent_as_what_it_stands_for(end, way):
+    a, b = connected(end, way)
+    conjugate = torch.randn(4, dtype=torch.complex64).conj()
+    for view in (conjugate, conjugate.imag):
+        a.network.send("b", KEY, view)
+        assert torch.equal(b.get(), view.clone())
 
 
 def test_parcels_arrive_apart(end):
@@ -124,9 +158,59 @@ def test_parcels_arrive_apart(end):
         assert torch.equal(b.get(key), torch.full((number * 10,), number))
 
 
-def test_poison_arrives_as_poison(end):
-    a, b = end("a"), end("b")
+def test_short_parcels_need_no_socket(end):
+    a, b = connected(end, "mailboxes")
+    before = b.network.mail.num_collected
+    a.network.send("b", KEY, torch.ones(3))
+    a.network.send("b", KEY._replace(value_id=7), torch.ones(50_000))
+    a.network.send("b", KEY._replace(value_id=8), Poison(FAILURE))
+    b.network.mail.collect()
+    assert b.came.keys() == {KEY, KEY._replace(value_id=7), KEY._replace(value_id=8)}
+    assert b.network.mail.num_collected == before + 3
+    assert a.network.sent_bytes() == {"b": 4 + 12 + 200_000}
+
+
+def test_a_full_mailbox_is_gone_round(end):
+    a, b = connected(end, "mailboxes")
+    keys = [KEY._replace(value_id=number) for number in range(40)]
+    for number, key in enumerate(keys):
+        a.network.send("b", key, torch.full((10,), number))
+    wait_until(lambda: len(b.came) == 25, "what found no room in the box")
+    for number, key in enumerate(keys):
+        assert torch.equal(b.get(key), torch.full((10,), number))
+
+
+def test_what_is_cut_into_chunks_keeps_their_order(end):
+    """A box beside the socket would else let a chunk overtake another."""
+    a, b = connected(end, "mailboxes")
+    sent = torch.randn(3000)
+    before = b.network.mail.num_collected
+    a.network.send("b", KEY, sent)
+    assert torch.equal(b.get(), sent)
+    assert b.network.mail.num_collected == before
+
+
+def test_a_mailbox_leaves_no_name_behind_once_it_is_in_use(end):
+    a, _ = connected(end, "mailboxes")
+    segment = a.network._peers["b"].box_segment
+    wait_until(lambda: not Path("/dev/shm", segment.name).exists(), "the name to be removed")
+    a.network.disconnect("b")
+    assert segment.name not in a.network._pool._lent
+
+
+def test_an_agent_that_joins_late_takes_what_it_was_offered(end):
+    a, b = end("a", pool=pool()), end("b", pool=pool())
     a.network.connect(b.record())
+    a.network.send("b", KEY, torch.ones(1))
+    b.get()
+    assert a.network._peers["b"]._box is None
+    b.network.connect(a.record())
+    wait_until(lambda: a.network._peers["b"]._box is not None, "the mailbox to be taken")
+
+
+@pytest.mark.parametrize("way", ["sockets", "mailboxes"])
+def test_poison_arrives_as_poison(end, way):
+    a, b = connected(end, way)
     a.network.send("b", KEY, Poison(FAILURE))
     got = b.get()
     assert isinstance(got, Poison)
@@ -134,14 +218,13 @@ def test_poison_arrives_as_poison(end):
 
 
 def test_a_segment_is_used_again_when_it_has_been_read(end):
-    a, b = end("a", pool=SegmentPool(1 << 17)), end("b", pool=pool())
-    a.network.connect(b.record())
-    b.network.connect(a.record())
+    a, b = connected(end, "mailboxes")
+    num_before = a.network._pool._num_made
     for number in range(5):
         a.network.send("b", KEY, torch.full((20_000,), number, dtype=torch.float32))
         assert b.get()[0] == number
-        wait_until(lambda: not a.network._pool._lent, "the segment to come back")
-    assert a.network._pool._num_made == 1
+        wait_until(lambda: not lent(a), "the segment to come back")
+    assert a.network._pool._num_made == num_before + 1
 
 
 def test_a_full_pool_falls_back_to_sockets(end):
@@ -151,7 +234,7 @@ def test_a_full_pool_falls_back_to_sockets(end):
     big = torch.randn(50_000)
     a.network.send("b", KEY, big)
     assert torch.equal(b.get(), big)
-    assert a.network._pool._num_made == 0
+    assert not lent(a)
 
 
 @pytest.mark.parametrize("make_pool", [lambda: None, pool], ids=["sockets", "segments"])
@@ -184,7 +267,7 @@ def test_a_lost_agent_gives_its_segments_back(end):
     b.get()  # kept mapped by nobody, but b cannot answer: it does not know a
     assert a.run_ahead.num_unread(3) == 400_000
     a.network.disconnect("b")
-    wait_until(lambda: not a.network._pool._lent, "the segments to be reclaimed")
+    wait_until(lambda: not lent(a), "the segments to be reclaimed")
     wait_until(lambda: a.run_ahead.num_unread(3) == 0, "the bytes to be counted out")
 
 
@@ -233,19 +316,55 @@ MALFORMED = {
     "no such dtype": [changed(CHUNK, dtype="load"), b"data"],
     "a path as segment": [changed(IN_SEGMENT, segment="../../etc/passwd")],
     "no such segment": [changed(IN_SEGMENT)],
+    "a mailbox that is none": [encode_data(BoxOffer(key=b"key", node="a", segment="dtorch-1-00000000-1"))],
+    "a path as mailbox": [encode_data(BoxOffer(key=b"key", node="a", segment="../../etc/passwd"))],
     "a parcel never sent": [encode_data(ParcelRead(key=b"key", place=PLACE, node="a"))],
 }
 
 
 @pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_message_is_dropped_and_counted(end, frames):
-    b = end("b")
+    b = end("b", pool=pool())
     socket = stranger(b.network.endpoint)
     socket.send_multipart(frames)
     socket.send_multipart([encode_data(CHUNK), b"data"])
     assert bytes(b.get().tolist()) == b"data"
     assert b.network.num_malformed == 1
     close_socket(socket)
+
+
+MALFORMED_MAIL = {
+    "empty": (b"", b""),
+    "noise": (b"\x93\xff\x00", b"data"),
+    "another cluster's key": (changed(CHUNK, key=b"other"), b"data"),
+    "no payload": (changed(CHUNK), b""),
+    "payload too long": (changed(CHUNK), b"data and more"),
+    "a part of a parcel": (changed(CHUNK, total_bytes=8, shape=[8]), b"data"),
+    "not from the start": (changed(CHUNK, offset_bytes=4), b"data"),
+    "a size that does not fit": (changed(CHUNK, shape=[5]), b"data"),
+    "no such dtype": (changed(CHUNK, dtype="load"), b"data"),
+    "a path as segment": (changed(IN_SEGMENT, segment="../../etc/passwd"), b""),
+    "an offer in a box": (encode_data(BoxOffer(key=b"key", node="c", segment="dtorch-1-00000000-1")), b""),
+}
+
+
+@pytest.mark.parametrize("mail", MALFORMED_MAIL.values(), ids=MALFORMED_MAIL.keys())
+def test_malformed_mail_is_dropped_and_counted(end, mail):
+    a, b = connected(end, "mailboxes")
+    box = a.network._peers["b"]._box
+    assert box.put(mail[0], memoryview(mail[1]))
+    assert box.put(encode_data(CHUNK), memoryview(b"data"))
+    assert bytes(b.get().tolist()) == b"data"
+    assert b.network.num_malformed == 1
+
+
+def test_a_mailbox_is_taken_once(end):
+    a, b = connected(end, "mailboxes")
+    box = a.network._peers["b"]._box
+    answer = encode_data(BoxTaken(key=b"key", node="b", bell=b.network.mail.bell_name))
+    b.network._send_to("a", answer)
+    wait_until(lambda: a.network.num_malformed == 1, "the second answer to be refused")
+    assert a.network._peers["b"]._box is box
 
 
 def test_ten_thousand_malformed_frames_do_no_harm(end, rng):

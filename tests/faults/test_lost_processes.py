@@ -66,8 +66,12 @@ def test_a_peer_that_waits_for_a_killed_agent_is_freed() -> None:
     try:
         mesh = dtorch.DeviceMesh("cpu", [0, 1])
         victim = next(node for node in cluster.nodes if 1 in node.devices)
+        whole = [dtorch.Replicate()]
+        for _ in range(3):  # after these the agents have mailboxes at one another, and wait for those
+            parts = dtorch.ones((2,), device_mesh=mesh).redistribute(placements=[dtorch.Partial()])
+            parts.redistribute(placements=whole).to_torch()
         late = long_chain(1)
-        moved = late.redistribute(device_mesh=mesh, placements=[dtorch.Replicate()])
+        moved = late.redistribute(device_mesh=mesh, placements=whole)
         after = dtorch.ones((2,), device_mesh=dtorch.DeviceMesh("cpu", [0])) + 1
         future = moved.value()
         os.kill(victim.pid, signal.SIGKILL)

@@ -100,8 +100,25 @@ class Exchange(Protocol):
         """Wakes whoever waits for this session with SessionEnded, and forgets its parcels."""
 
 
+class Mail(Protocol):
+    """Parcels that lie ready and that nobody brings: whoever needs one collects them, and waits for the next."""
+
+    def collect(self, num_rung: int = 0) -> None:
+        """Deposit all that is there; ``num_rung`` of them were waited for."""
+
+    def wait(self, deadline_s: float) -> bool:
+        """Block until something may be there, on one thread at a time; False at the deadline or at a signal."""
+
+    def ring(self) -> None:
+        """Wake the one who waits."""
+
+
 class Network(Protocol):
     """From this agent to others."""
+
+    @property
+    def mail(self) -> Mail | None:
+        """Where parcels also come, if they do."""
 
     @property
     def endpoint(self) -> str:

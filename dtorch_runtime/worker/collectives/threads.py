@@ -2,12 +2,14 @@
 
 Small pieces: whoever gives the last contribution builds the pieces of all receivers and wakes them, which costs one
 wake-up. Large pieces: all receivers build at the same time, and stay until nobody reads from their memory.
-Nobody polls: each wait is on a lock of its own, which the one who has what is awaited releases.
+Nobody polls: each wait is on a lock of its own, which the one who has what is awaited releases, or for the bell of the
+mail between agents.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +21,16 @@ from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.wire.records import FailureRecord
 from dtorch_runtime.worker.assembly import Index
 from dtorch_runtime.worker.blobs import Blob, Poison
-from dtorch_runtime.worker.collectives.base import Group, GroupKey, ParcelKey, ParcelName, StepKey
+from dtorch_runtime.worker.collectives.base import (
+    Group,
+    GroupKey,
+    Mail,
+    ParcelKey,
+    ParcelName,
+    StepKey,
+)
 from dtorch_runtime.worker.collectives.run_ahead import MIN_BYTES, RunAhead
+from dtorch_runtime.worker.collectives.waiting import Listening, Waiter
 from dtorch_runtime.worker.failures import SessionEnded
 
 
@@ -36,8 +46,8 @@ class _Meeting:
     results: dict[int, Blob | Exception] | None = None
     is_claimed: bool = False
     #: Of receivers that wait for contributions, and of contributors that wait for readers.
-    waiters: list[threading.Lock] = field(default_factory=list)
-    leavers: list[threading.Lock] = field(default_factory=list)
+    waiters: list[Waiter] = field(default_factory=list)
+    leavers: list[Waiter] = field(default_factory=list)
     error: Exception | None = None
 
 
@@ -48,6 +58,9 @@ class ThreadExchange:
         self._timeout_s = timeout_s
         self._run_ahead = run_ahead
         self._lock = threading.Lock()
+        #: Where parcels of other agents also lie; set before the first exchange.
+        self.mail: Mail | None = None
+        self._listening = Listening(self._lock)
         self._meetings: dict[GroupKey, _Meeting] = {}
         #: Parcels that came before the devices that need them, and meetings that wait for parcels.
         self._inbox: dict[ParcelKey, Blob] = {}
@@ -90,7 +103,7 @@ class ThreadExchange:
             elif not is_receiver:
                 return None
             elif meeting.results is None:
-                waiter = _closed_lock()
+                waiter = Waiter()
                 meeting.waiters.append(waiter)
         if is_last:
             results = _build_all(meeting)
@@ -105,12 +118,14 @@ class ThreadExchange:
         self, key: GroupKey, group: Group, device: int, value: Blob | None, what: object
     ) -> Blob | None:
         waiter = leaver = None
+        if self.mail is not None and group.remote:
+            self.mail.collect()
         with self._lock:
             meeting = self._join(key, group, device, value)
             if meeting.num_missing == 0:
                 _open_all(meeting.waiters)
             elif device in group.receivers:
-                waiter = _closed_lock()
+                waiter = Waiter()
                 meeting.waiters.append(waiter)
         if device not in group.receivers:
             return None
@@ -125,7 +140,7 @@ class ThreadExchange:
                     _open_all(meeting.leavers)
                     self._meetings.pop(key, None)
                 elif device in group.read_by_others:
-                    leaver = _closed_lock()
+                    leaver = Waiter()
                     meeting.leavers.append(leaver)
             if leaver is not None:
                 self._wait(key, meeting, leaver, what)
@@ -166,10 +181,15 @@ class ThreadExchange:
             raise result
         return result
 
-    def _wait(self, key: GroupKey, meeting: _Meeting, waiter: threading.Lock, what: object) -> None:
-        if not waiter.acquire(timeout=min(self._timeout_s, threading.TIMEOUT_MAX)):
+    def _wait(self, key: GroupKey, meeting: _Meeting, waiter: Waiter, what: object) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        if self.mail is not None and meeting.group.remote:
+            self._listening.wait(waiter, self.mail, deadline_s)
+        else:
+            waiter.sleep(deadline_s)
+        if not waiter.is_open:
             with self._lock:
-                if waiter.locked() and meeting.error is None:
+                if not waiter.is_open and meeting.error is None:
                     missing = self._who_is_missing(meeting)
                     name = f"step {key.step} of {what} (value {key.value_id})"
                     self._fail(key, meeting, ClusterTimeout(f"{missing} in {name}", self._timeout_s))
@@ -248,16 +268,10 @@ def _attempt(make: Callable[[], Blob]) -> Blob | Exception:
         return error
 
 
-def _closed_lock() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-def _open_all(locks: list[threading.Lock]) -> None:
-    for lock in locks:
-        lock.release()
-    locks.clear()
+def _open_all(waiters: list[Waiter]) -> None:
+    for waiter in waiters:
+        waiter.open()
+    waiters.clear()
 
 
 def _lost_record(node: str, device: int, reason: str) -> FailureRecord:

@@ -2,7 +2,9 @@
 
 Each agent binds one ROUTER, read by one thread, and connects one DEALER to each other agent, which worker threads
 send on under a lock. Parcels leave in frames of at most ``chunk_bytes`` and are received into the memory of the
-tensor that they make up. Between agents of one machine large parcels go through shared memory (see ``shm``).
+tensor that they make up. Between agents of one machine large parcels go through shared memory (see ``shm``), and
+messages that are short, which those then are too, from worker thread to worker thread through mailboxes: no thread of
+the network is woken on the way.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 import zmq
 
-from dtorch_runtime.errors import ClusterTimeout, TransportError
+from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.transport.base import LARGE_FRAME_BYTES, LinkLimits
+from dtorch_runtime.transport.mailbox import BELL_BYTES, BOX_BYTES, Mailroom, map_bell, set_up_box
 from dtorch_runtime.transport.security import CurveKeys
 from dtorch_runtime.transport.segments import SegmentPool, SegmentReader, unlink_segments_of
+from dtorch_runtime.transport.semaphores import HAS_SEMAPHORES
 from dtorch_runtime.transport.sockets import (
-    Socket,
     UnsentLedger,
     bound_address,
     close_socket,
@@ -34,17 +38,21 @@ from dtorch_runtime.transport.sockets import (
 )
 from dtorch_runtime.wire.codec import MalformedMessage
 from dtorch_runtime.wire.data import (
+    BoxOffer,
+    BoxTaken,
     ParcelChunk,
     ParcelInSegment,
     ParcelRead,
     Place,
     PoisonParcel,
+    ToAgent,
     decode_data,
     encode_data,
 )
 from dtorch_runtime.wire.records import NodeRecord
 from dtorch_runtime.worker.blobs import Blob, ChunkedTensor, Poison, memory_of, name_of
 from dtorch_runtime.worker.collectives.base import ParcelKey
+from dtorch_runtime.worker.collectives.peer import Peer
 from dtorch_runtime.worker.collectives.run_ahead import MIN_BYTES, RunAhead
 from dtorch_runtime.worker.collectives.shm import read_from_segment, write_to_segment
 
@@ -53,51 +61,6 @@ _log = logging.getLogger(__name__)
 #: Bytes of large frames that may wait in the sockets to all peers before a sender waits.
 _MAX_UNSENT_BYTES = 256 << 20
 _MESSAGES_PER_TURN = 64
-
-
-class _Peer:
-    """The connection to one other agent."""
-
-    def __init__(self, record: NodeRecord, socket: Socket, *, shares_memory: bool) -> None:
-        self.record = record
-        self.shares_memory = shares_memory
-        self._lock = threading.Lock()
-        self._socket = socket
-        self._is_closed = False
-        #: Of tensors, through the socket or through shared memory.
-        self.num_sent_bytes = 0
-
-    def send(
-        self, header: bytes, payload: memoryview | None, ledger: UnsentLedger, num_shared_bytes: int = 0
-    ) -> None:
-        """Queue one message without waiting; dropped when the peer is gone.
-
-        Args:
-            num_shared_bytes: what the message says to be in shared memory.
-
-        Raises:
-            TransportError: the peer does not read and its queue is full.
-        """
-        with self._lock:
-            if self._is_closed:
-                return
-            self.num_sent_bytes += num_shared_bytes if payload is None else payload.nbytes
-            try:
-                if payload is None:
-                    self._socket.send(header, zmq.NOBLOCK)
-                    return
-                self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
-                if payload.nbytes < LARGE_FRAME_BYTES:
-                    self._socket.send(payload, zmq.NOBLOCK)
-                else:
-                    self._socket.send(ledger.lend(payload), zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:
-                raise TransportError(f"cannot send to node {self.record.name!r}: {error.strerror}") from error
-
-    def close(self, flush_s: float = 0.0) -> None:
-        with self._lock:
-            self._is_closed = True
-            close_socket(self._socket, flush_s)
 
 
 class ZmqNetwork:
@@ -145,9 +108,13 @@ class ZmqNetwork:
         #: Large parcels that were sent and not read: what to call when they are.
         self._unread: dict[tuple[str, Place], Callable[[], None]] = {}
         self._reader = SegmentReader()
+        self.mail = self._new_mailroom()
+        #: Agents whose boxes are read and that could not be told yet.
+        self._unanswered: set[str] = set()
+        self._offer_lock = threading.Lock()
         self._limits = LinkLimits(max_frame_bytes=max(64 << 20, 2 * chunk_bytes))
         self._ledger = UnsentLedger()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._partial: dict[tuple[bytes, Place], ChunkedTensor] = {}
         #: Messages that were dropped because they were malformed or without the key.
         self.num_malformed = 0
@@ -161,6 +128,12 @@ class ZmqNetwork:
         self._thread = threading.Thread(target=self._loop, name=f"dtorch-{node}-data", daemon=True)
         self._thread.start()
 
+    def _new_mailroom(self) -> Mailroom | None:
+        if self._pool is None or not HAS_SEMAPHORES:
+            return None
+        segment = self._pool.lend(BELL_BYTES)
+        return None if segment is None else Mailroom(segment, self._receive_mail, self._count_malformed)
+
     @property
     def endpoint(self) -> str:
         return self._endpoint
@@ -171,13 +144,16 @@ class ZmqNetwork:
         socket = new_client(record.data_endpoint, self._keys, self._limits)
         socket.connect(record.data_endpoint)
         shares_memory = self._pool is not None and record.host == self._host
-        self._peers[record.name] = _Peer(record, socket, shares_memory=shares_memory)
+        self._peers[record.name] = Peer(record, socket, shares_memory=shares_memory)
+        self._command(partial(self._answer_offer, record.name))
 
     def disconnect(self, node: str) -> None:
         peer = self._peers.pop(node, None)
         if peer is None:
             return
         peer.close()
+        if self._pool is not None and peer.box_segment is not None:
+            self._pool.remove(peer.box_segment)
         self._command(partial(self._forget, peer.record))
 
     def sent_bytes(self) -> dict[str, int]:
@@ -207,10 +183,12 @@ class ZmqNetwork:
         peer = self._peers.get(node)
         if peer is None:
             return  # it is lost, and so is every device that would wait for this
+        if peer.shares_memory and peer.box_segment is None and self.mail is not None:
+            self._offer_box(peer)
         place = Place(*key)
         if isinstance(value, Poison):
             poison = PoisonParcel(key=self._session_key, place=place, failure=value.failure)
-            peer.send(encode_data(poison), None, self._ledger)
+            peer.send(encode_data(poison), None, self._ledger, is_parcel=True)
             return
         num_bytes = value.numel() * value.dtype.itemsize
         if num_bytes >= MIN_BYTES:
@@ -224,7 +202,21 @@ class ZmqNetwork:
                 return
         self._send_chunks(peer, place, value, num_bytes)
 
-    def _send_segment(self, peer: _Peer, place: Place, value: torch.Tensor, num_bytes: int) -> bool:
+    def _offer_box(self, peer: Peer) -> None:
+        """Make a mailbox for a peer, once; without room for one there is always the socket."""
+        assert self._pool is not None
+        with self._offer_lock:
+            if peer.box_segment is not None:
+                return
+            segment = self._pool.lend(BOX_BYTES)
+            if segment is None:
+                return
+            set_up_box(segment)
+            peer.box_segment = segment
+        offer = BoxOffer(key=self._session_key, node=self._node, segment=segment.name)
+        peer.send(encode_data(offer), None, self._ledger)
+
+    def _send_segment(self, peer: Peer, place: Place, value: torch.Tensor, num_bytes: int) -> bool:
         assert self._pool is not None
         segment = self._pool.lend(num_bytes)
         if segment is None:
@@ -241,13 +233,14 @@ class ZmqNetwork:
             segment=segment.name,
             node=self._node,
         )
-        peer.send(encode_data(message), None, self._ledger, num_bytes)
+        peer.send(encode_data(message), None, self._ledger, num_bytes, is_parcel=True)
         return True
 
-    def _send_chunks(self, peer: _Peer, place: Place, value: torch.Tensor, num_bytes: int) -> None:
+    def _send_chunks(self, peer: Peer, place: Place, value: torch.Tensor, num_bytes: int) -> None:
         # Large frames are read by ZeroMQ after this returns, so they are memory that nobody else has.
-        plain = value.cpu() if num_bytes < LARGE_FRAME_BYTES else value.cpu().clone()
-        memory = memory_of(plain.contiguous())
+        plain = value.cpu().resolve_conj().resolve_neg().contiguous()
+        is_shared = num_bytes >= LARGE_FRAME_BYTES and plain.data_ptr() == value.data_ptr()
+        memory = memory_of(plain.clone() if is_shared else plain)
         for offset in range(0, max(num_bytes, 1), self._chunk_bytes):
             payload = memory[offset : offset + self._chunk_bytes]
             message = ParcelChunk(
@@ -263,7 +256,8 @@ class ZmqNetwork:
             if self._ledger.num_bytes > _MAX_UNSENT_BYTES:
                 what = f"node {peer.record.name!r} to read what was sent to it"
                 self._ledger.wait_below(_MAX_UNSENT_BYTES, self._timeout_s, what)
-            peer.send(encode_data(message), payload, self._ledger)
+            is_whole = payload.nbytes == num_bytes
+            peer.send(encode_data(message), payload, self._ledger, is_parcel=is_whole)
 
     # ---- on the network's thread ----
 
@@ -319,9 +313,7 @@ class ZmqNetwork:
     def _receive(self, sender: bytes) -> None:
         if not self._socket.getsockopt(zmq.RCVMORE):
             raise MalformedMessage("a message without frames")
-        message = decode_data(self._socket.recv(copy=False).buffer)
-        if not hmac.compare_digest(message.key, self._session_key):
-            raise MalformedMessage("the session key is not that of this cluster")
+        message = self._decode(self._socket.recv(copy=False).buffer)
         match message:
             case ParcelChunk():
                 self._receive_chunk(sender, message)
@@ -332,6 +324,57 @@ class ZmqNetwork:
             case ParcelRead(place=place, node=node):
                 if not self._was_read(node, place):
                     raise MalformedMessage(f"no parcel {place} was sent to {node!r}")
+            case BoxOffer(node=node, segment=segment):
+                self._take_box(node, segment)
+            case BoxTaken(node=node, bell=bell):
+                self._use_box(node, bell)
+
+    def _decode(self, header: Any) -> ToAgent:
+        message = decode_data(header)
+        if not hmac.compare_digest(message.key, self._session_key):
+            raise MalformedMessage("the session key is not that of this cluster")
+        return message
+
+    def _receive_mail(self, header: memoryview, payload: memoryview) -> None:
+        """A message from a mailbox; on whatever thread collects it."""
+        message = self._decode(header)
+        match message:
+            case ParcelChunk():
+                if not payload.nbytes == message.num_bytes == message.total_bytes:
+                    raise MalformedMessage(
+                        f"a parcel of {message.total_bytes} bytes came with {payload.nbytes}"
+                    )
+                parcel = ChunkedTensor(message.dtype, message.shape, message.total_bytes)
+                parcel.room(message.offset_bytes, message.num_bytes)[:] = payload
+                self._take_in(parcel.tensor, message)
+            case ParcelInSegment():
+                self._receive_segment(message)
+            case PoisonParcel(place=place, failure=failure):
+                self._deposit(_key_of(place), Poison(failure))
+            case _:
+                raise MalformedMessage(f"{type(message).__name__} does not come through a mailbox")
+
+    def _take_box(self, node: str, name: str) -> None:
+        if self.mail is not None:
+            self.mail.add(node, self._reader.map(name))
+            self._unanswered.add(node)
+            self._answer_offer(node)
+
+    def _answer_offer(self, node: str) -> None:
+        if self.mail is not None and node in self._unanswered and node in self._peers:
+            self._unanswered.remove(node)
+            answer = BoxTaken(key=self._session_key, node=self._node, bell=self.mail.bell_name)
+            self._send_to(node, encode_data(answer))
+
+    def _use_box(self, node: str, bell: str) -> None:
+        peer = self._peers.get(node)
+        if peer is None:
+            return  # it was lost meanwhile
+        if not peer.open_box(map_bell(self._reader.map(bell))):
+            raise MalformedMessage(f"node {node!r} has no mailbox to take, or has taken it")
+        assert self._pool is not None
+        assert peer.box_segment is not None
+        self._pool.hide(peer.box_segment)
 
     def _receive_chunk(self, sender: bytes, message: ParcelChunk) -> None:
         key = (sender, message.place)
@@ -344,11 +387,14 @@ class ZmqNetwork:
         if self._receive_into(room) != room.nbytes:
             raise MalformedMessage(f"a chunk that is not of the {room.nbytes} bytes that it announced")
         if parcel.is_full:
-            if message.total_bytes >= MIN_BYTES:
-                self._answer_when_read(parcel.tensor, message)
-            self._deposit(_key_of(message.place), parcel.tensor)
+            self._take_in(parcel.tensor, message)
         else:
             self._partial[key] = parcel
+
+    def _take_in(self, parcel: torch.Tensor, message: ParcelChunk) -> None:
+        if message.total_bytes >= MIN_BYTES:
+            self._answer_when_read(parcel, message)
+        self._deposit(_key_of(message.place), parcel)
 
     def _receive_into(self, room: memoryview) -> int:
         if room.nbytes >= LARGE_FRAME_BYTES:
@@ -382,6 +428,9 @@ class ZmqNetwork:
 
     def _forget(self, record: NodeRecord) -> None:
         """A peer is gone: what it had begun to send, what it had borrowed, and what it leaves behind."""
+        self._unanswered.discard(record.name)
+        if self.mail is not None:
+            self.mail.remove(record.name)
         for key in [key for key in self._partial if key[1].device in record.devices]:
             del self._partial[key]
         for node, place in [key for key in list(self._unread) if key[0] == record.name]:
