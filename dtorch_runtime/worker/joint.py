@@ -3,33 +3,34 @@
 Threads of one process share an interpreter lock, so two that run small kernels get in each other's way: an op of some
 microseconds takes several times as long, and a redistribution costs two wake-ups. Where all devices of a body are CPU
 devices of one agent, they can instead meet at the call: the last to arrive runs each step for all of them in turn, and
-a redistribution becomes a plain sum or copy. Large kernels are better off on threads of their own, which run at the
-same time. Which is better is measured in the first calls (``Trial``); both do the same kernels with the same results.
+a redistribution becomes a plain sum or copy. Large kernels then share all cores, or are better off on threads of their
+own, which run at the same time. The first call runs op by op and is weighed (``costs``); that decides for all others.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from dtorch_runtime.ir.body import BodyOp, Step
+from dtorch_runtime.ir.body import BodyOp, Step, expand
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.assembly import Index, Recipe
-from dtorch_runtime.worker.blobs import Poison
+from dtorch_runtime.worker.blobs import Blobs, Poison
 from dtorch_runtime.worker.bodies import BodyDevice, CompiledBody, Interrupted, JointMover
 from dtorch_runtime.worker.collectives.base import ParcelName
+from dtorch_runtime.worker.costs import Way, Weight, choose, kernel_us
 from dtorch_runtime.worker.failures import SessionEnded
 from dtorch_runtime.worker.kernels import REDISTRIBUTE
 from dtorch_runtime.worker.redistribute import DeviceStep, Transfer, TransferPlanner, check_piece
 
-#: Calls of each way that are timed before one is chosen: the first of each makes what is made once.
-_NUM_TIMED = 4
+#: Runs a call op by op, given its record, and returns what it did.
+Weigh: TypeAlias = Callable[[list[int], int], Weight]
 
 
 class Stopped(Exception):
@@ -37,32 +38,6 @@ class Stopped(Exception):
 
     def __init__(self, at: Interrupted) -> None:
         self.at = at
-
-
-class Trial:
-    """Which of two ways is faster: each is timed some times in turn, then the one with the best time is kept."""
-
-    def __init__(self, num_timed: int = _NUM_TIMED) -> None:
-        self._num_left = 2 * num_timed
-        self._best_ns: dict[bool, int] = {}
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether the next call is to be run jointly."""
-        if self._num_left:
-            return self._num_left % 2 == 0
-        return self._best_ns.get(True, 0) <= self._best_ns.get(False, 0)
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether nothing has to be timed any more."""
-        return not self._num_left
-
-    def took(self, *, is_joint: bool, duration_ns: int) -> None:
-        """A call was timed."""
-        if self._num_left:
-            self._num_left -= 1
-            self._best_ns[is_joint] = min(duration_ns, self._best_ns.get(is_joint, duration_ns))
 
 
 @dataclass(eq=False, slots=True)
@@ -73,16 +48,13 @@ class _Call:
         num_missing: devices that have yet to arrive.
         num_inside: devices that have yet to leave.
         is_joint: whether the last to arrive runs it for all. False, too, when somebody waited for it too long.
-        is_last_meeting: whether each device runs the calls after this one by itself.
         stopped: where each device goes on, when something was raised.
     """
 
     num_missing: int
     num_inside: int
     is_joint: bool = True
-    is_last_meeting: bool = False
     stopped: Sequence[Interrupted] | None = None
-    start_ns: int | None = None
     waiters: list[threading.Lock] = field(default_factory=list)
 
     def wake(self) -> None:
@@ -106,13 +78,14 @@ class JointBody:
         num_devices: int,
         timeout_s: float,
         compile_joint: Callable[[], CompiledBody],
-        now_ns: Callable[[], int] = monotonic_ns,
     ) -> None:
         self._num_devices = num_devices
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._compile = compile_joint
-        self._now_ns = now_ns
-        self._trial = Trial()
+        #: By device, what the first call was.
+        self._weights: dict[int, Weight] = {}
+        #: None until everybody has weighed the first call.
+        self._way: Way | None = None
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
         #: By device: how many calls it has arrived at.
@@ -130,6 +103,16 @@ class JointBody:
             self._is_ended = True
             for call in self._calls.values():
                 call.wake()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether nobody needs to come to calls any more."""
+        return self._way is Way.APART
+
+    def weighed(self, index: int, weight: Weight) -> None:
+        """What a device did in the first call, which it has run by itself."""
+        with self._lock:
+            self._weights[index] = weight
 
     def arrive(self, index: int, words: list[int], i: int) -> _Call:
         """Meet the others at the next call. When this returns, it has been run, or is to be run apart.
@@ -160,17 +143,24 @@ class JointBody:
         return call
 
     def _decide(self, call: _Call) -> None:
-        call.start_ns = self._now_ns()
-        if call.is_joint and not self._trial.is_joint:
+        if self._way is None:
+            num_cores = len(os.sched_getaffinity(0))
+            weights = [self._weights.pop(index) for index in range(self._num_devices)]
+            self._way = choose(weights, self._num_threads(num_cores), num_cores)
+        if self._way is Way.APART:
             call.is_joint = False
-            call.is_last_meeting = self._trial.is_decided
         if not call.is_joint:
             call.wake()
 
+    def _num_threads(self, num_cores: int) -> int:
+        """Those that kernels may use when one thread runs for all devices."""
+        own = torch.get_num_threads()
+        return max(own, min(own * self._num_devices, num_cores))
+
     def _wait(self, call: _Call, waiter: threading.Lock) -> None:
-        if not waiter.acquire(timeout=self._timeout_s):
+        while not waiter.acquire(timeout=self._timeout_s):
             with self._lock:
-                if waiter.locked():
+                if call.num_missing and waiter.locked():  # else somebody has begun to run it for this device
                     call.is_joint = False
                     call.wake()
         if self._is_ended:
@@ -181,12 +171,23 @@ class JointBody:
         try:
             if body is None:
                 body = self._body = self._compile()
-            body.run(words, i)
+            if self._way is Way.WIDE:
+                self._run_wide(body, words, i)
+            else:
+                body.run(words, i)
         except Exception as error:  # noqa: BLE001  whatever a kernel raises is the failure of its op
             found = None if body is None else body.interrupted(error)
             call.stopped = found or [Interrupted(0, {}, None)] * self._num_devices
         with self._lock:
             call.wake()
+
+    def _run_wide(self, body: CompiledBody, words: list[int], i: int) -> None:
+        own = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads(len(os.sched_getaffinity(0))))
+        try:
+            body.run(words, i)
+        finally:
+            torch.set_num_threads(own)
 
     def leave(self, index: int, call: _Call) -> None:
         """A device has finished with a call."""
@@ -194,8 +195,6 @@ class JointBody:
             call.num_inside -= 1
             if call.num_inside == 0:
                 del self._calls[self._num_calls[index] - 1]
-                if call.start_ns is not None and call.stopped is None:
-                    self._trial.took(is_joint=call.is_joint, duration_ns=self._now_ns() - call.start_ns)
 
 
 class JointMember:
@@ -203,25 +202,29 @@ class JointMember:
 
     Args:
         apart: the body of the device alone.
+        weigh: runs the body op by op: a runner that returns what it did.
     """
 
-    def __init__(self, joint: JointBody, index: int, apart: CompiledBody, width: int) -> None:
+    def __init__(self, joint: JointBody, index: int, apart: CompiledBody, width: int, weigh: Weigh) -> None:
         self._joint = joint
         self._index = index
         self._apart = apart
         self._width = width
         self.steps: Sequence[Step] = apart.steps
-        self._is_apart = False
+        self._weigh: Weigh | None = weigh
 
     def run(self, words: list[int], i: int) -> int:
         """A runner."""
-        if self._is_apart:
-            return self._apart.run(words, i)
         joint, index = self._joint, self._index
+        if joint.is_apart:
+            return self._apart.run(words, i)
+        if self._weigh is not None:
+            joint.weighed(index, self._weigh(words, i))
+            self._weigh = None
+            return i + self._width
         call = joint.arrive(index, words, i)
         try:
             if not call.is_joint:
-                self._is_apart = call.is_last_meeting
                 return self._apart.run(words, i)
             if call.stopped is not None:
                 raise Stopped(call.stopped[index])
@@ -240,6 +243,41 @@ class HasBodyDevice(Protocol):
     @property
     def body_device(self) -> BodyDevice:
         """The device as captured calls see it."""
+
+
+def weigh(
+    record: TemplateRecord,
+    steps: Sequence[Step],
+    blobs: Blobs,
+    run: Callable[[list[int]], None],
+    words: list[int],
+    i: int,
+) -> Weight:
+    """Run a captured call on one device op by op, and say what it did.
+
+    Args:
+        blobs: the values on the device.
+        run: runs records of ops.
+    """
+
+    def tensors(values: Iterable[int]) -> list[torch.Tensor]:
+        found = (blobs.get(ids[value]) for value in values)
+        return [blob for blob in found if isinstance(blob, torch.Tensor)]
+
+    expanded, starts, ids = expand(record, steps, words, i)
+    kernels_us, num_moves = [], 0
+    for step, start, stop in zip(steps, starts, (*starts[1:], len(expanded)), strict=True):
+        inputs = tensors(step.inputs) if isinstance(step, BodyOp) else []
+        run(expanded[start:stop])
+        if isinstance(step, BodyOp):
+            outputs = tensors(step.outputs)
+            if step.template.op == REDISTRIBUTE:
+                num_moves += 1
+            elif inputs or outputs:
+                kernels_us.append(kernel_us(step.template.op, inputs, outputs))
+    for value_id in ids[1 + record.num_inputs + record.num_outputs :]:
+        blobs.pop(value_id, None)
+    return Weight(kernels_us, num_moves)
 
 
 class JointBodies:
@@ -263,6 +301,7 @@ class JointBodies:
         here: Mapping[int, HasBodyDevice],
         meshes: Mapping[int, DeviceMesh],
         planner: TransferPlanner,
+        weigh: Weigh,
     ) -> JointMember | None:
         """A device's part in running a captured call for all its devices at once; None where that cannot be.
 
@@ -305,7 +344,7 @@ class JointBodies:
             if joint is None:
                 joint = JointBody(len(devices), self._timeout_s, compile_joint)
                 self._bodies[record.template_id] = joint
-        return JointMember(joint, devices.index(device), apart, record.width)
+        return JointMember(joint, devices.index(device), apart, record.width, weigh)
 
     def forget(self) -> None:
         """The devices keep their values elsewhere now."""

@@ -34,7 +34,7 @@ from dtorch_runtime.worker.failures import (
     asked_bytes_of,
     failure_of,
 )
-from dtorch_runtime.worker.joint import JointBodies, JointMember
+from dtorch_runtime.worker.joint import JointBodies, JointMember, weigh
 from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
 from dtorch_runtime.worker.ledger import (
     UNKNOWN,
@@ -423,7 +423,10 @@ class DeviceSession:
         session, planner = self.session, self._redistributor.planner
         steps = parse_body(record, session.templates)
         body = CompiledBody(record, steps, session.meshes, [self.body_device], find_mover=self._mover)
-        part = session.joint.join(record, body, self._device, session.devices, session.meshes, planner)
+        single = partial(weigh, record, steps, self.blobs, lambda words: self._run(words, 0))
+        part = session.joint.join(
+            record, body, self._device, session.devices, session.meshes, planner, single
+        )
         found = self._bodies[record.template_id] = body if part is None else part
         return found.run if self._ledger is None else self._counted_runner(record, found.run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from dtorch_runtime.ir.records import layout_to_record
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.testing.wait import wait_until
 from dtorch_runtime.wire.records import BodyRecord, FailureRecord, Slot, TemplateRecord, TransferArg
-from dtorch_runtime.worker import kernels
+from dtorch_runtime.worker import joint, kernels
 from dtorch_runtime.worker.blobs import Poison
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
+from dtorch_runtime.worker.costs import Way, Weight
 from dtorch_runtime.worker.failures import SessionEnded
-from dtorch_runtime.worker.joint import JointBody, JointMember, Trial, joint_mover
+from dtorch_runtime.worker.joint import JointBody, JointMember, joint_mover
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from tests.support.device_bench import ADD, ADD_IN_PLACE, BAD, CPU, ELSEWHERE, NEG, TEMPLATES, VIEW, template
@@ -142,11 +144,11 @@ def _templates(words: list[int]) -> list[TemplateRecord]:
 @pytest.mark.parametrize("num_calls", [1, 2, 3])
 @pytest.mark.parametrize("words", BODIES.values(), ids=BODIES)
 def test_it_does_what_two_threads_do(words: list[int], num_calls: int) -> None:
-    joint, single = Pair(words), Pair(words)
+    captured, single = Pair(words), Pair(words)
     steps = parse_body(single.record, single.session.templates)
     for call in range(num_calls):
         stream = [*STREAM[:-1], 1000 + 10 * call]
-        joint.run(stream)
+        captured.run(stream)
         single.run(expand(single.record, steps, stream, 0)[0])
     inner = {
         value_id
@@ -157,42 +159,54 @@ def test_it_does_what_two_threads_do(words: list[int], num_calls: int) -> None:
     for values in single.session.devices.values():
         for value_id in inner:
             values.blobs.pop(value_id, None)
-    assert joint.shown() == single.shown()
-    assert joint.failures() == single.failures()
+    assert captured.shown() == single.shown()
+    assert captured.failures() == single.failures()
 
 
-def test_one_thread_runs_it_for_both() -> None:
+class Noted:
+    """A kernel in place of neg: notes on which thread it ran, and with how many threads for its own work."""
+
+    def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[threading.Thread] = []
+        self.num_threads: set[int] = set()
+        name = f"dtorch::noted_neg_{id(self)}"  # of its own: what is found under a name is remembered
+        pair.session.templates[NEG] = template(NEG, name, Slot(0))
+        monkeypatch.setitem(kernels._own, name, kernels.Kernel(self))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.threads.append(threading.current_thread())
+        self.num_threads.add(torch.get_num_threads())
+        return torch.neg(x)
+
+
+@pytest.mark.parametrize("way", Way)
+def test_after_the_first_call_it_runs_in_the_way_that_was_chosen(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[Weight]] = []
+
+    def choose(weights: list[Weight], num_threads: int, num_cores: int) -> Way:
+        asked.append(weights)
+        return way
+
+    monkeypatch.setattr(joint, "choose", choose)
+    monkeypatch.setattr(JointBody, "_num_threads", lambda self, num_cores: 3)
     pair = Pair(BODIES["values"])
-    ran_on = []
-    neg = torch.neg
-
-    def noted(x: torch.Tensor) -> torch.Tensor:
-        ran_on.append(threading.current_thread())
-        return neg(x)
-
-    pair.session.templates[NEG] = template(NEG, "dtorch::noted_neg", Slot(0))
-    kernels._own["dtorch::noted_neg"] = kernels.Kernel(noted)
-    try:
+    noted = Noted(pair, monkeypatch)
+    pair.run(STREAM)
+    assert len(noted.threads) == 4
+    assert len(set(noted.threads)) == 2, "the first is weighed on each device"
+    for _ in range(3):
+        noted.threads.clear()
+        noted.num_threads.clear()
         pair.run(STREAM)
-        assert len(ran_on) == 4
-        assert len(set(ran_on)) == 1
-        pair.run(STREAM)  # the second call is the first of those that are timed apart
-        assert len(set(ran_on[4:])) == 2
-    finally:
-        del kernels._own["dtorch::noted_neg"]
-
-
-def test_what_was_faster_is_kept() -> None:
-    for joint_ns, apart_ns in ((10, 20), (20, 10)):
-        trial = Trial(num_timed=2)
-        ways = []
-        while not trial.is_decided:
-            ways.append(trial.is_joint)
-            trial.took(is_joint=ways[-1], duration_ns=joint_ns if ways[-1] else apart_ns)
-        assert ways == [True, False, True, False]
-        assert trial.is_joint == (joint_ns < apart_ns)
-        trial.took(is_joint=True, duration_ns=1)
-        assert trial.is_joint == (joint_ns < apart_ns), "decided once"
+        assert len(noted.threads) == 4
+        assert len(set(noted.threads)) == (2 if way is Way.APART else 1)
+        assert (noted.num_threads == {3}) == (way is Way.WIDE)
+    assert len(asked) == 1, "chosen once"
+    assert [(len(weight.kernels_us), weight.num_moves) for weight in asked[0]] == [(3, 0), (3, 0)]
+    if way is Way.APART:
+        pair.session.devices[0].run(5, STREAM)  # waits for nobody
 
 
 class FakeBody:
@@ -211,39 +225,17 @@ class FakeBody:
         return None
 
 
-@pytest.mark.parametrize("joint_ns", [1, 100])
-def test_devices_stop_meeting_when_apart_is_faster(joint_ns: int) -> None:
-    now, counts, lock = [0], {"joint": 0, "apart": 0}, threading.Lock()
-
-    def note(way: str, duration_ns: int) -> Callable[[], None]:
-        def ran() -> None:
-            with lock:
-                counts[way] += 1
-                now[0] += duration_ns
-
-        return ran
-
-    body = JointBody(2, 10.0, lambda: FakeBody(note("joint", joint_ns)), lambda: now[0])  # type: ignore[arg-type, return-value]
-    members = [JointMember(body, index, FakeBody(note("apart", 10)), 1) for index in (0, 1)]  # type: ignore[arg-type]
-
-    def calls(member: JointMember) -> None:
-        for _ in range(20):
-            assert member.run([0], 0) == 1
-
-    together(*(lambda m=member: calls(m) for member in members))
-    assert counts == ({"joint": 16, "apart": 8} if joint_ns == 1 else {"joint": 4, "apart": 32})
-    assert not body._calls, "a call is kept"
-    if joint_ns == 100:
-        assert members[0].run([0], 0) == 1, "it still waits for the other"
+def member(body: JointBody, index: int, note: Callable[[], None]) -> JointMember:
+    fake: Any = FakeBody(note)
+    found = JointMember(body, index, fake, 1, lambda words, i: Weight([1.0], 1))
+    found.run([0], 0)
+    return found
 
 
 def test_who_waits_too_long_goes_on_alone() -> None:
     ran: list[str] = []
     body = JointBody(2, 0.0, lambda: FakeBody(lambda: ran.append("joint")))  # type: ignore[arg-type, return-value]
-    first, second = (
-        JointMember(body, index, FakeBody(lambda: ran.append("apart")), 1)  # type: ignore[arg-type]
-        for index in (0, 1)
-    )
+    first, second = (member(body, index, lambda: ran.append("apart")) for index in (0, 1))
     assert first.run([0], 0) == 1
     assert second.run([0], 0) == 1
     assert ran == ["apart", "apart"]
@@ -252,9 +244,9 @@ def test_who_waits_too_long_goes_on_alone() -> None:
 
 def test_the_end_of_the_session_wakes_who_waits() -> None:
     pair = Pair(BODIES["values"], timeout_s=600.0)
+    pair.run(STREAM)
     thread = threading.Thread(target=pair.session.devices[0].run, args=(5, STREAM), daemon=True)
     thread.start()
-    wait_until(lambda: bool(pair.session.joint._bodies), "the device to come to the call")
     [body] = pair.session.joint._bodies.values()
     wait_until(lambda: any(call.waiters for call in body._calls.values()), "it to wait")
     pair.session.devices[1].end()
@@ -270,6 +262,7 @@ def test_a_call_that_cannot_be_compiled_runs_op_by_op() -> None:
         raise ValueError("no")
 
     body = JointBody(1, 10.0, fail)  # type: ignore[arg-type]
+    body.weighed(0, Weight([1.0], 1))
     call = body.arrive(0, [0], 0)
     assert call.stopped is not None
     assert call.stopped[0].step == 0

@@ -1,0 +1,104 @@
+"""What a captured call is estimated to take in each of the ways in which an agent can run it (``joint``).
+
+An estimate and not a stopwatch: the number of threads that a kernel uses can change how its sums are rounded, and a
+program that is run twice should give the same bits twice. It knows sizes and the kind of op, and is wrong by a factor
+of two here and there; where that matters, the ways are about equally good.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: Of one core of a busy 2-core Xeon (torch 2.13, float32). A kernel's start, and what it does in a microsecond.
+_START_US = 3.0
+_BYTES_A_US = 8_000
+_PRODUCTS_A_US = 15_000
+#: What a kernel loses where several threads want the interpreter lock, and a redistribution among threads.
+_LOCK_US = 8.0
+_MEETING_US = 80.0
+#: Sharing a kernel among threads pays from this on, and costs that much.
+_SHARED_FROM_US = 30.0
+_SHARING_US = 5.0
+#: A redistribution that is a plain sum or copy.
+_COPYING_US = 8.0
+
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_dot_product_attention"))
+
+
+class Way(enum.Enum):
+    """How a captured call runs."""
+
+    APART = "each device on its thread"
+    JOINT = "all devices in one thread"
+    WIDE = "all devices in one thread, its kernels on all cores"
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What one device does in a call.
+
+    Attributes:
+        kernels_us: what each kernel computes for, beyond its start.
+        num_moves: redistributions.
+    """
+
+    kernels_us: Sequence[float]
+    num_moves: int
+
+
+def kernel_us(op: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
+    """Microseconds that a kernel takes on one core beyond its start.
+
+    Args:
+        op: ``namespace::name.overload``.
+    """
+    if not outputs or _is_view(inputs, outputs[0]):
+        outputs = inputs[:1] if op.partition(".")[0].endswith("_") else ()
+        if not outputs:
+            return 0.0
+    name = op.partition("::")[2].partition(".")[0]
+    memory_us = sum(tensor.nbytes for tensor in (*inputs, *outputs)) / _BYTES_A_US
+    if "convolution" in name and len(inputs) > 1:
+        weight = inputs[1]
+        return max(memory_us, outputs[0].numel() * weight[0].numel() / _PRODUCTS_A_US)
+    if name in _PRODUCTS:
+        factor = inputs[1 if name in ("addmm", "baddbmm") and len(inputs) > 2 else 0]
+        depth = factor.shape[-1] if factor.ndim else 1
+        return max(memory_us, outputs[0].numel() * depth / _PRODUCTS_A_US)
+    return memory_us
+
+
+def _is_view(inputs: Sequence[torch.Tensor], output: torch.Tensor) -> bool:
+    storage = output.untyped_storage().data_ptr()
+    return any(tensor.untyped_storage().data_ptr() == storage for tensor in inputs)
+
+
+def choose(weights: Sequence[Weight], num_threads: int, num_cores: int) -> Way:
+    """The way that is estimated to be the fastest; the first of those that are equally good.
+
+    Args:
+        weights: of each device.
+        num_threads: that one thread's kernels may use when it runs alone.
+        num_cores: of this agent.
+    """
+    alone_us = [sum(weight.kernels_us) + _START_US * len(weight.kernels_us) for weight in weights]
+    moves = [weight.num_moves for weight in weights]
+    joint_us = sum(alone_us) + _COPYING_US * max(moves)
+    saved_us = sum(_saved_us(us, num_threads) for weight in weights for us in weight.kernels_us)
+    apart_us = max(
+        max(us + _LOCK_US * len(weight.kernels_us) for us, weight in zip(alone_us, weights, strict=True)),
+        sum(alone_us) / max(1, num_cores),
+    )
+    apart_us += _MEETING_US * max(moves)
+    times_us = {Way.JOINT: joint_us, Way.WIDE: joint_us - saved_us, Way.APART: apart_us}
+    return min(times_us, key=lambda way: times_us[way])
+
+
+def _saved_us(kernel_us: float, num_threads: int) -> float:
+    if kernel_us < _SHARED_FROM_US or num_threads < 2:
+        return 0.0
+    return kernel_us - kernel_us / num_threads - _SHARING_US
