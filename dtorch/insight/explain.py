@@ -80,11 +80,14 @@ class RecordedCall:
 
 
 def after_passes(
-    record: TemplateRecord, templates: Mapping[int, TemplateRecord], passes: Sequence[str]
+    record: TemplateRecord,
+    templates: Mapping[int, TemplateRecord],
+    passes: Sequence[str],
+    node_of: Mapping[int, str],
 ) -> list[ShownOp]:
     """The ops of a call as the passes of the controller leave them: they are pure, and give the same here."""
     meshes = {number: mesh_of(number) for number in record.mesh_ids}
-    found = rewrite(record, templates, meshes, passes, OwnTemplates())
+    found = rewrite(record, templates, meshes, passes, OwnTemplates(), node_of=node_of)
     known = {**templates, **{made.template_id: made for made in found.made}}
     return [
         ShownOp(
@@ -116,7 +119,7 @@ def explain() -> None:
     print(call)
     passes = session.settings.pass_names
     if call.kept and passes:
-        left = after_passes(call.record, session.templates, passes)
+        left = after_passes(call.record, session.templates, passes, session.node_of_devices())
         print(f"after the passes {', '.join(passes)}, {len(left)} ops:")
         for op in left:
             print(f"    {op}")

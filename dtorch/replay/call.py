@@ -119,7 +119,8 @@ class Call:
         if record.body is None or not passes:
             return "no passes"
         meshes = {number: mesh_of(number) for number in record.mesh_ids}
-        return str(rewrite(record, session.templates, meshes, passes, OwnTemplates()))
+        node_of = session.node_of_devices()
+        return str(rewrite(record, session.templates, meshes, passes, OwnTemplates(), node_of=node_of))
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,7 @@ class Session:
             },
             self._passes,
             self._own_templates,
+            node_of=self.node_of_device,
             check=self._check,
         )
         return [*found.made, found.record]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -28,11 +28,13 @@ class Body:
     Attributes:
         record: the template whose body it is.
         meshes: those that its templates name.
+        node_of: the node of each device, as far as that is known.
     """
 
     record: TemplateRecord
     ops: tuple[BodyOp, ...]
     meshes: Mapping[int, DeviceMesh]
+    node_of: Mapping[int, Hashable]
 
     @property
     def num_outer(self) -> int:
@@ -61,7 +63,10 @@ class Body:
 
 
 def read_body(
-    record: TemplateRecord, templates: Mapping[int, TemplateRecord], meshes: Mapping[int, DeviceMesh]
+    record: TemplateRecord,
+    templates: Mapping[int, TemplateRecord],
+    meshes: Mapping[int, DeviceMesh],
+    node_of: Mapping[int, Hashable],
 ) -> Body:
     """The body of a template.
 
@@ -69,7 +74,7 @@ def read_body(
         GraphError: it cannot be; see ``parse_body``.
     """
     steps = parse_body(record, templates)
-    return Body(record, tuple(step for step in steps if isinstance(step, BodyOp)), meshes)
+    return Body(record, tuple(step for step in steps if isinstance(step, BodyOp)), meshes, node_of)
 
 
 def write_body(body: Body) -> TemplateRecord:

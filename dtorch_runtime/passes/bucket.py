@@ -51,7 +51,12 @@ class _Member:
 
 
 def fill_buckets(body: Body) -> Body:
-    """The body with small redistributions of a kind together, where none is then later than its first reader."""
+    """The body with small redistributions of a kind together, where none is then later than its first reader.
+
+    Not where all devices are CPU devices of one agent: there a small redistribution costs less than the two copies.
+    """
+    if _is_in_one_process(body):
+        return body
     spare = iter(body.spare_values())
     taken: dict[int, None] = {}
     before: dict[int, list[BodyOp]] = {}
@@ -68,6 +73,13 @@ def fill_buckets(body: Body) -> Body:
         if index < len(body.ops) and index not in taken:
             ops.append(body.ops[index])
     return body.with_ops(ops) if taken else body
+
+
+def _is_in_one_process(body: Body) -> bool:
+    nodes = {
+        body.node_of.get(device, ("of", device)) for mesh in body.meshes.values() for device in mesh.devices
+    }
+    return len(nodes) == 1 and all(mesh.device_type == "cpu" for mesh in body.meshes.values())
 
 
 def num_joined(before: Body, after: Body) -> int:

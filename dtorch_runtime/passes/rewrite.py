@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -94,6 +95,7 @@ def rewrite(
     passes: Sequence[str],
     own: OwnTemplates,
     *,
+    node_of: Mapping[int, Hashable] = MappingProxyType({}),
     check: bool = False,
 ) -> Rewritten:
     """Run passes over a template with a body. Its inputs, outputs and scalars stay as they are.
@@ -102,13 +104,14 @@ def rewrite(
         record: the template.
         templates: those that its body names.
         meshes: those that these name.
+        node_of: the node of each device, as far as that is known.
         passes: names in ``PASSES``; their order does not matter.
         check: whether to check the body after each pass.
 
     Raises:
         GraphError: the body cannot be.
     """
-    body = read_body(record, templates, meshes)
+    body = read_body(record, templates, meshes, node_of)
     num_changed = {name: 0 for name in PASSES if name in passes}
 
     def run(name: str) -> None:

@@ -134,25 +134,6 @@ def test_a_failure_after_passes_is_that_of_its_line() -> None:
     same(other, 2 * torch.relu(numbers(4, 4)))
 
 
-def moved_together(x: Any, w: Any) -> Any:
-    terms = [x @ w, (x * 2) @ w, x.exp() @ w[:, :3]]
-    rows = [x.relu(), w.abs()]
-    wholes = [move(term, Replicate()) for term in terms]
-    return *wholes, *(move(row, Replicate()) for row in rows)
-
-
-def test_small_redistributions_go_together() -> None:
-    captured = dtorch.capture(moved_together)
-    x, w = send(numbers(5, 8), [Shard(1)]), send(numbers(8, 6, seed=1), [Shard(0)])
-    for _ in range(NUM_CALLS):
-        for one, other in zip(captured(x, w), moved_together(x, w), strict=True):
-            torch.testing.assert_close(one.to_torch(), other.to_torch(), rtol=0, atol=0)
-    assert "bucket joined 5" in dtorch.capture.explain(captured)
-    results = captured(x, w)
-    results[0].zero_()  # they share no memory
-    assert results[1].abs().sum().item() > 0
-
-
 def elementwise(x: Any, y: Any) -> Any:
     a = torch.tanh(x * 2) + y
     view = a.t()

@@ -16,6 +16,7 @@ from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
 from dtorch_runtime.local import LocalCluster, start_local_cluster
 from dtorch_runtime.settings import Settings
+from tests.support.captured import NUM_CALLS, numbers, send
 from tests.support.leaks import LeakWatch
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -157,3 +158,28 @@ def test_a_view_that_the_auto_scope_made_is_moved_like_any_tensor(mesh: DeviceMe
         moved.mul_(2)
         assert torch.equal(moved.to_torch(), value[:5] * 2)
         assert torch.equal(x.to_torch(), value)
+
+
+# ---- several at once ----
+
+
+def moved_together(x: Any, w: Any) -> Any:
+    terms = [x @ w, (x * 2) @ w, x.exp() @ w[:, :3]]
+    rows = [x.relu(), w.abs()]
+    wholes = [term.redistribute(placements=[R]) for term in terms]
+    return *wholes, *(row.redistribute(placements=[R]) for row in rows)
+
+
+@pytest.mark.usefixtures("connected")
+@pytest.mark.parametrize(("devices", "num_joined"), [([0, 3], 5), ([1, 2], 0)])
+def test_small_ones_of_a_captured_call_go_together_between_nodes(devices: list[int], num_joined: int) -> None:
+    captured = dtorch.capture(moved_together)
+    mesh = DeviceMesh("cpu", devices)
+    x, w = send(numbers(5, 8), [S1], mesh), send(numbers(8, 6, seed=1), [S0], mesh)
+    for _ in range(NUM_CALLS):
+        for one, other in zip(captured(x, w), moved_together(x, w), strict=True):
+            torch.testing.assert_close(one.to_torch(), other.to_torch(), rtol=0, atol=0)
+    assert f"bucket joined {num_joined}" in dtorch.capture.explain(captured)
+    results = captured(x, w)
+    results[0].zero_()  # they share no memory
+    assert results[1].abs().sum().item() > 0

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch, for what th
 @pytest.fixture(scope="module")
 def local(leak_watch: LeakWatch) -> Iterator[LocalCluster]:
     before = leak_watch.snapshot()
-    cluster = start_local_cluster(1, MAX_DEVICES, Settings(check=True))
+    cluster = start_local_cluster(2, MAX_DEVICES // 2, Settings(check=True))
     cluster.wait_ready()
     leak_watch.declare_baseline(before)
     yield cluster

@@ -79,6 +79,7 @@ class BodyWriter:
     shape: tuple[int, ...] = SHAPE
     dtype: str = "float64"
     made: set[int] = field(default_factory=set)
+    node_of: dict[int, str] = field(default_factory=dict)
 
     def inner(self) -> int:
         self.num_inner += 1
@@ -162,7 +163,10 @@ class BodyWriter:
 
     def rewritten(self, *passes: str) -> Rewritten:
         """After these passes; the body is checked after each."""
-        return rewrite(self.record(), self.templates, MESHES, passes, OwnTemplates(), check=True)
+        node_of = self.node_of
+        return rewrite(
+            self.record(), self.templates, MESHES, passes, OwnTemplates(), node_of=node_of, check=True
+        )
 
     def shown(self, *passes: str) -> list[str]:
         """The ops after these passes, one line each."""

@@ -198,7 +198,7 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
-    cluster = start_local_cluster(1, MAX_DEVICES, Settings(check=True))
+    cluster = start_local_cluster(2, MAX_DEVICES // 2, Settings(check=True))
     try:
         cluster.wait_ready()
         for number in tqdm(range(options.count), unit="program", dynamic_ncols=True):

@@ -202,7 +202,7 @@ def test_what_passes_leave_of_a_call() -> None:
         for number, each in TEMPLATES.items()
         if number != CALL
     }
-    assert [str(op) for op in after_passes(record, templates, ("dead", "common"))] == [
+    assert [str(op) for op in after_passes(record, templates, ("dead", "common"), {})] == [
         "%4 = aten::mul.Tensor(%1, 2.0) on [0, 1]",
         "%3 = aten::add.Tensor(%4, %4) on [0, 1]",
     ]

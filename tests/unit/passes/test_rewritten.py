@@ -306,6 +306,12 @@ def a_large_one(b: BodyWriter) -> None:
     b.move(2, "P", "R", out=3)
 
 
+def devices_of_one_agent(b: BodyWriter) -> None:
+    b.node_of = dict.fromkeys(range(3), "a")
+    b.op("neg", b.move(1, "P", "R"))
+    b.move(2, "P", "R", out=3)
+
+
 def another_dtype(b: BodyWriter) -> None:
     b.op("neg", b.move(1, "P", "R"))
     b.dtype = "int64"
@@ -318,6 +324,7 @@ ALONE = [
     other_kinds,
     a_write_before_the_second_input,
     a_large_one,
+    devices_of_one_agent,
     another_dtype,
 ]
 
