@@ -163,10 +163,6 @@ class Session:
         with self._changed:
             return list(self._state.nodes.values())
 
-    def node_of_devices(self) -> dict[int, str]:
-        """The name of the node of each device that is there."""
-        return {device: node.name for node in self.nodes() for device in node.devices}
-
     def lost_nodes(self) -> dict[str, str]:
         """Why each node that is gone is gone, by its name."""
         return {failure.node: failure.message for failure in list(self._state.lost.values())}

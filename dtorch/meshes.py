@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 from dtorch_runtime.errors import MeshError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.records import layout_to_record
-from dtorch_runtime.wire.records import LayoutRecord
+from dtorch_runtime.wire.records import LayoutRecord, NodeRecord
 
 _ids: dict[DeviceMesh, int] = {}
 _lock = threading.Lock()
@@ -30,6 +31,11 @@ def mesh_id(mesh: DeviceMesh) -> int:
 def mesh_of(number: int) -> DeviceMesh:
     """The mesh with a number that ``mesh_id`` gave."""
     return _meshes[number - 1]
+
+
+def node_of_devices(nodes: Iterable[NodeRecord]) -> dict[int, str]:
+    """The name of the node of each device."""
+    return {device: node.name for node in nodes for device in node.devices}
 
 
 def layout_record(layout: Layout) -> LayoutRecord:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtorch.cluster import session_if_open
 from dtorch.insight.ops import ShownOp, value_names
-from dtorch.meshes import mesh_of
+from dtorch.meshes import mesh_of, node_of_devices
 from dtorch_runtime.ir.body import BodyOp, parse_body
 from dtorch_runtime.passes.rewrite import OwnTemplates, rewrite
 from dtorch_runtime.wire.records import TemplateRecord
@@ -119,7 +119,7 @@ def explain() -> None:
     print(call)
     passes = session.settings.pass_names
     if call.kept and passes:
-        left = after_passes(call.record, session.templates, passes, session.node_of_devices())
+        left = after_passes(call.record, session.templates, passes, node_of_devices(session.nodes()))
         print(f"after the passes {', '.join(passes)}, {len(left)} ops:")
         for op in left:
             print(f"    {op}")

@@ -11,7 +11,7 @@ import torch
 from dtorch.graph import Graph, Handle, ViewHandle, next_write
 from dtorch.issue import make_symbol
 from dtorch.location import describe
-from dtorch.meshes import mesh_of
+from dtorch.meshes import mesh_of, node_of_devices
 from dtorch.replay.recording import Op, free_inputs, make_template
 from dtorch.replay.watch import PLAIN
 from dtorch.spec import Spec
@@ -119,7 +119,7 @@ class Call:
         if record.body is None or not passes:
             return "no passes"
         meshes = {number: mesh_of(number) for number in record.mesh_ids}
-        node_of = session.node_of_devices()
+        node_of = node_of_devices(session.nodes())
         return str(rewrite(record, session.templates, meshes, passes, OwnTemplates(), node_of=node_of))
 
 
