@@ -14,7 +14,7 @@ from dtorch_runtime.errors import SettingError
 #: Variables that are no settings: they say which cluster a program joins.
 OTHER_VARIABLES = frozenset(("DTORCH_ADDRESS", "DTORCH_KEYS", "DTORCH_SESSION_KEY"))
 #: Passes over captured calls, in the order in which they run.
-PASS_NAMES = ("dead", "common", "redistribute", "bucket", "reuse")
+PASS_NAMES = ("dead", "common", "redistribute", "bucket", "reorder", "reuse")
 #: Unknown variables that were warned of; each is once.
 _warned: set[str] = set()
 

@@ -152,5 +152,21 @@ def test_elementwise_ops_write_to_what_dies() -> None:
     assert "reuse changed 6" in dtorch.capture.explain(captured)
 
 
+def computes_meanwhile(x: Any, w: Any) -> Any:
+    y = torch.tanh(x)
+    z = torch.exp(x).sin()
+    total = move(x @ w, Replicate())
+    return total.relu() + 1, y * z, (w * 2).cos()
+
+
+def test_a_redistribution_begins_early_and_its_reader_comes_late() -> None:
+    captured = dtorch.capture(computes_meanwhile)
+    x, w = send(numbers(4, 8), [Shard(1)]), send(numbers(8, 3, seed=1), [Shard(0)])
+    for _ in range(NUM_CALLS):
+        for one, other in zip(captured(x, w), computes_meanwhile(x, w), strict=True):
+            torch.testing.assert_close(one.to_torch(), other.to_torch(), rtol=0, atol=0)
+    assert "reorder moved 3" in dtorch.capture.explain(captured)
+
+
 def _list(result: Any) -> list[Any]:
     return list(result) if isinstance(result, tuple) else [result]
