@@ -53,6 +53,9 @@ class Settings:
     num_threads: int = 0
     #: Agents keep the memory that tensors have freed for later ones: quicker, and their resident size stays high.
     keep_memory: bool = True
+    #: Bytes from other agents, to one device, from which on a redistribution runs beside ops that do not need it; 0:
+    #: never. Within an agent, eight times as many.
+    beside_bytes: int = 128 * 1024
     #: Passes over a client's captured calls: names with commas between them, ``all`` or ``none``.
     passes: str = "all"
     #: Bytes that the values on one device may hold, of all sessions; 0 sets no limit.
@@ -63,7 +66,7 @@ class Settings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            zero_allowed = field.name in ("num_threads", "device_memory_bytes")
+            zero_allowed = field.name in ("num_threads", "device_memory_bytes", "beside_bytes")
             if field.name == "passes":
                 _read_passes(value)
                 continue

@@ -15,6 +15,8 @@ from dtorch_runtime.wire.records import LaneRecord, TemplateRecord
 SPAN_WORDS: Final = 5
 #: What a span of a whole batch is in the lane of a worker, where ops are template ids.
 BATCH: Final = -1
+#: What a span is in which a device waited for the input of an op, or for who reads what it writes to.
+WAIT: Final = -2
 
 
 class Tape:
@@ -29,6 +31,11 @@ class Tape:
         self._num_added = 0
         #: Texts that spans name by their index.
         self.names: dict[str, int] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was nothing to note."""
+        return self._num_added == 0
 
     def add(self, what: int, detail: int, start_ns: int, extra: int = 0) -> None:
         """A span that ends now."""

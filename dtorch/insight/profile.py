@@ -16,7 +16,7 @@ import msgspec
 from dtorch.cluster import current_session
 from dtorch.insight.chrome import chrome_trace
 from dtorch.insight.client_tape import ClientTape
-from dtorch.insight.spans import CLIENT, CONTROLLER, Clock, Span, dropped_note, spans_of
+from dtorch.insight.spans import CLIENT, CONTROLLER, Clock, Span, dropped_note, lane_name, spans_of
 from dtorch.insight.table import table_of
 from dtorch.keywords import teaches_keywords
 from dtorch.session import Answers
@@ -165,7 +165,7 @@ class Profile:
             assert isinstance(reply, TraceReply)
             process = f"node {name}" if name else CONTROLLER
             for lane in reply.lanes:
-                text = f"device {lane.device}" if lane.kind == "worker" else "messages"
+                text = "messages" if lane.device < 0 else lane_name(lane)
                 found.append((process, text, lane))
         return found
 

@@ -13,15 +13,18 @@ from dtorch.meshes import mesh_of
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.records import placement_from_record
 from dtorch_runtime.ir.transfer import plan_redistribute
-from dtorch_runtime.tape import BATCH, SPAN_WORDS
+from dtorch_runtime.tape import BATCH, SPAN_WORDS, WAIT
 from dtorch_runtime.wire.records import LaneRecord, LayoutRecord, TemplateRecord, TransferArg
 from dtorch_runtime.worker.blobs import dtype_of
 
-Category: TypeAlias = Literal["op", "captured call", "batch", "message", "client", "fetch"]
+Category: TypeAlias = Literal["op", "captured call", "wait", "batch", "message", "client", "fetch"]
 
 CLIENT = "client"
 CONTROLLER = "controller"
 _FETCHES = "fetches"
+#: The two workers of a device.
+WORKER = "worker"
+COMMUNICATION = "communication"
 #: The messages that carry a batch on its way to the workers, and what the client calls it.
 _CARRIES_BATCH = frozenset(("batch", "ops", "subgraph"))
 
@@ -84,8 +87,8 @@ def spans_of(
     for i in range(0, len(words), SPAN_WORDS):
         what, detail, start_ns, end_ns, extra = words[i : i + SPAN_WORDS]
         start_ns, end_ns = start_ns - clock.offset_ns, end_ns - clock.offset_ns
-        if lane.kind == "worker":
-            place = f"device {lane.device}"
+        if lane.kind in (WORKER, COMMUNICATION):
+            place = lane_name(lane)
             yield _span_of_worker(
                 process, place, lane.device, what, detail, (start_ns, end_ns), extra, templates, names
             )
@@ -102,6 +105,11 @@ def spans_of(
             yield Span(process, "messages", "message", text, start_ns, end_ns, batch, args=args)
 
 
+def lane_name(lane: LaneRecord) -> str:
+    """Of a worker, within its node."""
+    return f"device {lane.device}" + (", communication" if lane.kind == COMMUNICATION else "")
+
+
 def _span_of_worker(
     process: str,
     lane: str,
@@ -113,6 +121,8 @@ def _span_of_worker(
     templates: Mapping[int, TemplateRecord],
     names: Mapping[int, str],
 ) -> Span:
+    if template_id == WAIT:
+        return Span(process, lane, "wait", "wait for transfers", *when_ns, args={"line": describe(detail)})
     if template_id == BATCH:
         return Span(process, lane, "batch", f"batch {detail}", *when_ns, detail)
     record = templates.get(template_id)

@@ -38,6 +38,19 @@ from dtorch_runtime.worker.kernels import Kernel
 Runner: TypeAlias = Callable[[list[int], int], int]
 
 
+class Runners(dict[int, Runner]):
+    """Runners by template id; a missing one is made when it is first used."""
+
+    def __init__(self, make: Callable[[int], Runner]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, template_id: int) -> Runner:
+        runner = self._make(template_id)
+        self[template_id] = runner
+        return runner
+
+
 class Expressions:
     """Turns the arguments of a template into source text, and collects the constants that the text names.
 

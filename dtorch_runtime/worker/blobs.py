@@ -1,17 +1,20 @@
-"""What a device holds under a value id: a torch tensor, or ``Poison`` where the value could not be made."""
+"""What a device holds under a value id: a torch tensor, ``Poison`` where there can be none, or ``Pending``."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 
 from dtorch_runtime.wire.records import FailureRecord
+from dtorch_runtime.worker.failures import SessionEnded
+from dtorch_runtime.worker.streams.base import Event
+from dtorch_runtime.worker.streams.cpu import CpuEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +28,34 @@ class Poison:
 
 
 Blob: TypeAlias = torch.Tensor | Poison
-Blobs: TypeAlias = dict[int, Blob]
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """Stands in place of a value that the device's communication worker is making. See ``transfers``.
+
+    Attributes:
+        reads: what is transferred; kept until the transfer has ended.
+        num_bytes: of what is read and what is made.
+        made_bytes: of what is made.
+        made_by: the op, and its location id.
+        what: names the transfer for people.
+        done: whether it has ended, on the communication worker's thread.
+        result: what it made, why it did not, None where the device gets nothing; once it is done.
+        point: the end of it in the communication worker's stream.
+    """
+
+    reads: Blob | Pending | None
+    num_bytes: int
+    made_bytes: int
+    made_by: tuple[str, int]
+    what: object
+    done: CpuEvent = field(default_factory=lambda: CpuEvent(is_done=False))
+    result: Blob | SessionEnded | None = None
+    point: Event | None = None
+
+
+Blobs: TypeAlias = dict[int, Blob | Pending]
 
 
 @cache
@@ -70,14 +100,16 @@ def poison_with_aliases(blobs: Blobs, value_ids: Iterable[int], poison: Poison) 
     for value_id in value_ids:
         blob = blobs.get(value_id)
         if isinstance(blob, torch.Tensor):
-            storages.add(_storage_of(blob))
+            storages.add(storage_of(blob))
         blobs[value_id] = poison
     for value_id, blob in list(blobs.items()):
-        if isinstance(blob, torch.Tensor) and _storage_of(blob) in storages:
+        memory = blob.result if isinstance(blob, Pending) else blob
+        if isinstance(memory, torch.Tensor) and storage_of(memory) in storages:
             blobs[value_id] = poison
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number of the memory that a tensor lies in, as long as that is there."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,39 +44,25 @@ from dtorch_runtime.wire.records import (
     TemplateRecord,
     TraceReply,
 )
-from dtorch_runtime.worker.blobs import ChunkedTensor, Poison, bytes_of, name_of
+from dtorch_runtime.worker.blobs import ChunkedTensor, Pending, Poison, bytes_of, name_of
 from dtorch_runtime.worker.collectives.base import Network
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
 from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
-from dtorch_runtime.worker.failures import InternalFailure, asked_bytes_of
+from dtorch_runtime.worker.failures import InternalFailure, SessionEnded, asked_bytes_of
 from dtorch_runtime.worker.ledger import DeviceTotal
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
-from dtorch_runtime.worker.thread import ThreadShare, Worker
+from dtorch_runtime.worker.thread import LazyWorker, ThreadShare, Worker
+from dtorch_runtime.worker.tickets import Ticket, run_batch, take_answer
+from dtorch_runtime.worker.transfers import Transfers
 from dtorch_runtime.worker.uploads import SharedUpload, place, refuse, upload_key
 
 _T = TypeVar("_T")
 #: What is copied within some microseconds.
 _QUICK_BYTES = 64 * 1024
-
-
-class _Ticket:
-    """Calls back when the last of several workers is done with a message."""
-
-    def __init__(self, num_workers: int, when_done: Callable[[], None]) -> None:
-        self._lock = threading.Lock()
-        self._num_left = num_workers
-        self._when_done = when_done
-
-    def done(self) -> None:
-        with self._lock:
-            self._num_left -= 1
-            is_last = self._num_left == 0
-        if is_last:
-            self._when_done()
 
 
 class _OpenSession:
@@ -159,9 +145,14 @@ class WorkerExecutor:
         self._neighbours: set[str] = set()
         self._share = ThreadShare(settings.num_threads, _num_cores())
         self._redistributor = Redistributor(
-            TransferPlanner(node_name, self._local, self._node_of), self._exchange, self._network, run_ahead
+            TransferPlanner(node_name, self._local, self._node_of, settings.beside_bytes),
+            self._exchange,
+            self._network,
+            run_ahead,
         )
         self._workers: dict[int, Worker] = {}
+        #: Of the same devices, for transfers beside their ops.
+        self._communication: dict[int, LazyWorker] = {}
         #: What the sessions hold, by device.
         self._totals: dict[int, DeviceTotal] = {}
         self._sessions: dict[int, _OpenSession] = {}
@@ -233,7 +224,7 @@ class WorkerExecutor:
         entry = self._open(session)
         ticket = self._ticket(entry, seq)
         for worker, values in entry.devices.values():
-            worker.submit(partial(_run_batch, values, seq, words, ticket))
+            worker.submit(partial(run_batch, values, seq, words, ticket))
 
     def upload(self, message: Upload, data: Any) -> None:
         entry = self._open(message.session)
@@ -252,8 +243,8 @@ class WorkerExecutor:
                 worker, values = entry.devices[device]
                 worker.submit(partial(place, values, message.value_id, shared, self._local[device]))
         ticket = self._ticket(entry, message.seq)
-        for worker, _ in entry.devices.values():
-            worker.submit(ticket.done)
+        for worker, values in entry.devices.values():
+            worker.submit(partial(values.call_behind, ticket.done))
 
     def _collect(self, entry: _OpenSession, message: Upload, data: memoryview) -> torch.Tensor | None:
         """Take a chunk in; the tensor once it is whole."""
@@ -303,14 +294,16 @@ class WorkerExecutor:
         session = values.session
         if session.is_ended:
             return
-        blob = values.blobs.get(value_id)
-        if isinstance(blob, Poison):
-            self._report_missing(session.number, request_id, device, blob.failure)
-            return
         try:
+            blob = values.get(value_id)
+            if isinstance(blob, Poison):
+                self._report_missing(session.number, request_id, device, blob.failure)
+                return
             if not isinstance(blob, torch.Tensor):
                 raise InternalFailure(f"device {device} does not hold value {value_id}")
             data = bytes_of(blob)
+        except SessionEnded:
+            return
         except Exception as error:  # noqa: BLE001  the one who fetches gets it
             self._report_missing(session.number, request_id, device, values.fail("fetch", error, value_id))
             return
@@ -374,9 +367,9 @@ class WorkerExecutor:
         def report() -> None:
             self._report(Replied(session=entry.shared.number, request_id=request_id, reply=reply(answers)))
 
-        ticket = _Ticket(len(entry.devices), report)
+        ticket = Ticket(len(entry.devices), report)
         for worker, values in entry.devices.values():
-            worker.submit(partial(_take_answer, values, ask, answers, ticket))
+            worker.submit(partial(take_answer, values, ask, answers, ticket))
         if not entry.devices:
             report()
 
@@ -384,12 +377,10 @@ class WorkerExecutor:
         deadline_s = time.monotonic() + timeout_s
         for session in list(self._sessions):
             self.end_session(session)
-        for worker in self._workers.values():
-            worker.stop()
         try:
-            for worker in self._workers.values():
-                if not worker.join(max(0.0, deadline_s - time.monotonic())):
-                    raise ClusterTimeout(f"worker {worker.name} to stop", timeout_s, "It is inside a kernel")
+            # The compute workers first: they give jobs to the others.
+            for workers in (self._workers, self._communication):
+                _stop_all(workers.values(), timeout_s, deadline_s)
         finally:
             if self._network is not None:
                 self._network.close(max(0.1, deadline_s - time.monotonic()))
@@ -406,11 +397,7 @@ class WorkerExecutor:
         torch_device = self._local[device]
         worker = self._workers.get(device)
         if worker is None:
-            worker = Worker(
-                f"dtorch-{self._node}-{device}", partial(self._new_stream, torch_device), self._share
-            )
-            self._workers[device] = worker
-            self._totals[device] = DeviceTotal(self._settings.device_memory_bytes)
+            worker = self._start_device(device, torch_device)
         values = DeviceSession(
             entry.shared,
             device,
@@ -419,13 +406,29 @@ class WorkerExecutor:
             self._redistributor,
             self._report_failure,
             self._totals[device],
+            self._transfers(worker, self._communication[device]),
         )
         if entry.max_spans is not None:
             values.start_trace(entry.max_spans)
         entry.devices[device] = (worker, values)
         entry.shared.devices[device] = values
 
-    def _ticket(self, entry: _OpenSession, seq: int) -> _Ticket:
+    def _start_device(self, device: int, torch_device: torch.device) -> Worker:
+        name, new_stream = f"dtorch-{self._node}-{device}", partial(self._new_stream, torch_device)
+        worker = self._workers[device] = Worker(name, new_stream, self._share)
+        beside = f"{name}-communication"
+        self._communication[device] = LazyWorker(
+            beside, partial(Worker, beside, new_stream, self._share, divides=False)
+        )
+        self._totals[device] = DeviceTotal(self._settings.device_memory_bytes)
+        return worker
+
+    def _transfers(self, worker: Worker, communication: LazyWorker) -> Transfers | None:
+        if not self._settings.beside_bytes:
+            return None
+        return Transfers(worker, communication, self._settings.collective_timeout_s)
+
+    def _ticket(self, entry: _OpenSession, seq: int) -> Ticket:
         session = entry.shared
 
         def report() -> None:
@@ -434,7 +437,7 @@ class WorkerExecutor:
 
         if not entry.devices:
             report()
-        return _Ticket(len(entry.devices), report)
+        return Ticket(len(entry.devices), report)
 
     def _report_failure(self, session: int, failure: FailureRecord) -> None:
         with self._failures_lock:
@@ -448,34 +451,27 @@ class WorkerExecutor:
         self._report(ValueMissing(session=session, request_id=request_id, device=device, failure=failure))
 
 
+def _stop_all(workers: Collection[Worker | LazyWorker], timeout_s: float, deadline_s: float) -> None:
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        if not worker.join(max(0.0, deadline_s - time.monotonic())):
+            raise ClusterTimeout(f"worker {worker.name} to stop", timeout_s, "It is inside a kernel")
+
+
 def _is_quick_to_read(blob: object) -> bool:
     """Whether the bytes of a blob can be had without a wait or a long copy."""
     if not isinstance(blob, torch.Tensor):
-        return True
+        return type(blob) is not Pending
     return blob.is_cpu and (blob.nbytes <= _QUICK_BYTES or blob.is_contiguous())
 
 
-def _run_batch(values: DeviceSession, seq: int, words: list[int], ticket: _Ticket) -> None:
-    try:
-        if not values.session.is_ended:
-            values.run(seq, words)
-    finally:  # whoever waits for the batch is not to wait for ever, whatever happened
-        ticket.done()
+def _trace_reply(lanes: list[list[LaneRecord]]) -> Reply:
+    return TraceReply([lane for of_device in sorted(lanes, key=_device_of) for lane in of_device])
 
 
-def _take_answer(
-    values: DeviceSession, ask: Callable[[DeviceSession], _T | None], answers: list[_T], ticket: _Ticket
-) -> None:
-    try:
-        answer = ask(values)
-        if answer is not None:
-            answers.append(answer)
-    finally:
-        ticket.done()
-
-
-def _trace_reply(lanes: list[LaneRecord]) -> Reply:
-    return TraceReply(sorted(lanes, key=lambda lane: lane.device))
+def _device_of(lanes: list[LaneRecord]) -> int:
+    return lanes[0].device
 
 
 def _torch_device(device_type: str, index: int) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dtorch_runtime.wire.records import DeviceMemoryRecord, LiveValueRecord
-from dtorch_runtime.worker.blobs import Blob
+from dtorch_runtime.worker.blobs import Blob, Pending
 from dtorch_runtime.worker.failures import OutOfMemoryError
 
 #: The op that made a value, and its location id; an empty name where that is not known.
@@ -65,16 +65,25 @@ class Ledger:
             OutOfMemoryError: with it, the device's values would hold more than they may. It is not counted then.
         """
         known = self._values.get(value_id)
+        if type(blob) is Pending:  # its memory is counted from the start, under a number of its own
+            self._hold(value_id, _number_of(blob), blob.made_bytes, known, blob.made_by)
+            return
         if not isinstance(blob, torch.Tensor) or blob.layout is not torch.strided:
             if known is not None:
                 self.release(value_id)
             return
         storage = blob.untyped_storage()
-        key = storage._cdata
+        # What was pending is there now.
+        made_by = known[1] if known is not None and known[0] < 0 else self.origin
+        self._hold(value_id, storage._cdata, storage.nbytes(), known, made_by)
+
+    def _hold(
+        self, value_id: int, key: int, num_bytes: int, known: tuple[int, Origin] | None, made_by: Origin
+    ) -> None:
         if known is not None and known[0] != key:
             self.release(value_id)
             known = None
-        num_bytes, found = storage.nbytes(), self._storages.get(key)
+        found = self._storages.get(key)
         if found is None:
             self._grow(num_bytes)
             found = self._storages[key] = [num_bytes, 0]
@@ -83,7 +92,7 @@ class Ledger:
             found[0] = num_bytes
         if known is None:
             found[1] += 1
-            self._values[value_id] = (key, self.origin)
+            self._values[value_id] = (key, made_by)
 
     def hold_inner(self, value_id: int, blob: Any, origin: Origin) -> Any:
         """``hold`` of a value inside of a captured call; returns it."""
@@ -146,9 +155,13 @@ class Ledger:
     def groups(self) -> list[list[Any]]:
         """As ``groups_of``, of the values that are counted."""
         groups: dict[int, list[Any]] = {}
-        for value_id, (key, origin) in self._values.items():
-            group = groups.setdefault(key, [self._storages[key][0], 0, value_id, origin])
-            group[1] += 1
+        storages = (
+            self._storages.copy()
+        )  # copies, because the communication worker may ask for its own failure
+        for value_id, (key, origin) in self._values.copy().items():
+            if key in storages:
+                group = groups.setdefault(key, [storages[key][0], 0, value_id, origin])
+                group[1] += 1
         return list(groups.values())
 
     def validate(self) -> None:
@@ -162,16 +175,16 @@ class Ledger:
         assert self.other_bytes >= 0
 
 
-class CountedBlobs(dict[int, Blob]):
+class CountedBlobs(dict[int, Blob | Pending]):
     """Blobs that a ledger counts."""
 
-    def __init__(self, ledger: Ledger, blobs: Mapping[int, Blob]) -> None:
+    def __init__(self, ledger: Ledger, blobs: Mapping[int, Blob | Pending]) -> None:
         super().__init__()
         self._ledger = ledger
         for value_id, blob in blobs.items():
             self[value_id] = blob
 
-    def __setitem__(self, value_id: int, blob: Blob) -> None:
+    def __setitem__(self, value_id: int, blob: Blob | Pending) -> None:
         self._ledger.hold(value_id, blob)
         super().__setitem__(value_id, blob)
 
@@ -185,17 +198,29 @@ class CountedBlobs(dict[int, Blob]):
         super().clear()
 
 
-def groups_of(blobs: Mapping[int, Blob], origin_of: Callable[[int], Origin]) -> list[list[Any]]:
+def _number_of(pending: Pending) -> int:
+    """As the number of a storage, and never equal to one."""
+    return -id(pending)
+
+
+def groups_of(blobs: Mapping[int, Blob | Pending], origin_of: Callable[[int], Origin]) -> list[list[Any]]:
     """The values by the memory that they share: [its bytes, how many share it, the first one's id and origin]."""
     groups: dict[int, list[Any]] = {}
-    for value_id, blob in blobs.items():
+    for value_id, blob in list(
+        blobs.items()
+    ):  # a copy, because the communication worker may ask for its own failure
         if isinstance(blob, torch.Tensor):
             storage = blob.untyped_storage()
-            group = groups.get(storage._cdata)
-            if group is None:
-                groups[storage._cdata] = [storage.nbytes(), 1, value_id, origin_of(value_id)]
-            else:
-                group[1] += 1
+            key, num_bytes = storage._cdata, storage.nbytes()
+        elif type(blob) is Pending:
+            key, num_bytes = _number_of(blob), blob.made_bytes
+        else:
+            continue
+        group = groups.get(key)
+        if group is None:
+            groups[key] = [num_bytes, 1, value_id, origin_of(value_id)]
+        else:
+            group[1] += 1
     return list(groups.values())
 
 

@@ -7,6 +7,7 @@ of it the runner of a template on one device.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from dtorch_runtime.worker.kernels import REDISTRIBUTE
 
 #: From this size on each receiver builds its own piece, in parallel; below, waking costs more than computing.
 PARALLEL_BYTES = 512 * 1024
+#: A way to another thread and back costs as much as an agent needs to move so many times as many bytes among its own
+#: devices as come from another agent in that time.
+_INSIDE_FACTOR = 8
 #: Plans kept; a program that makes a new shape at every step would else keep all of them.
 _MAX_PLANS = 4096
 
@@ -64,6 +68,18 @@ class Transfer:
     #: The shape of each source device's piece.
     source_shapes: Mapping[int, tuple[int, ...]]
     steps: tuple[Mapping[int, DeviceStep], ...]
+    #: Whether it is large enough to be carried out beside other ops; the same on all devices.
+    is_beside: bool
+
+    def made_bytes(self, device: int) -> int:
+        """Bytes of a device's new piece."""
+        if self.target.mesh.coordinate(device) is None:
+            return 0
+        return num_elements(local_shape(self.shape, self.target, device)) * self.dtype.itemsize
+
+    def read_bytes(self, device: int) -> int:
+        """Bytes of a device's piece of the source."""
+        return num_elements(self.source_shapes.get(device, (0,))) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"redistribute {list(self.shape)} from {self.source} to {self.target}"
@@ -76,9 +92,17 @@ class TransferPlanner:
         node: the agent's own name.
         local: the agent's devices and where their tensors are.
         node_of: the node of every device of the cluster, kept up to date by the owner.
+        beside_bytes: from how many bytes on a transfer is carried out beside other ops; 0 for never.
     """
 
-    def __init__(self, node: str, local: Mapping[int, torch.device], node_of: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        node: str,
+        local: Mapping[int, torch.device],
+        node_of: Mapping[int, str],
+        beside_bytes: int = 0,
+    ) -> None:
+        self._beside_bytes = beside_bytes
         self._node = node
         self._local = local
         self._node_of = node_of
@@ -123,7 +147,22 @@ class TransferPlanner:
         for step in steps:
             planned.append(_StepPlanner(step, held, dtype, self._node, self._local, self._node_of).plan())
             held = {device: part.shape for device, part in step.parts.items()}
-        return Transfer(shape, dtype, source, target, shapes, tuple(planned))
+        is_beside = self._beside_bytes > 0 and any(
+            _is_large(step, dtype.itemsize, self._node_of, self._beside_bytes) for step in steps
+        )
+        return Transfer(shape, dtype, source, target, shapes, tuple(planned), is_beside)
+
+
+def _is_large(step: Step, itemsize_bytes: int, node_of: Mapping[int, str], beside_bytes: int) -> bool:
+    """Whether some device receives so much in a step that two ways to another thread do not matter."""
+    inside: Counter[int] = Counter()
+    between: Counter[int] = Counter()
+    for (source, device), num_bytes in step.bytes_by_link(itemsize_bytes).items():
+        (inside if node_of[source] == node_of[device] else between)[device] += num_bytes
+    return (
+        max(between.values(), default=0) >= beside_bytes
+        or max(inside.values(), default=0) >= _INSIDE_FACTOR * beside_bytes
+    )
 
 
 class _StepPlanner:

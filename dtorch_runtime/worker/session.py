@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from dtorch_runtime.ir.body import expand, parse_body
+from dtorch_runtime.errors import ClusterTimeout
+from dtorch_runtime.ir.body import BodyOp, expand, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.stream import FREE, walk
 from dtorch_runtime.tape import BATCH, Tape
@@ -24,9 +24,16 @@ from dtorch_runtime.worker import (
     dynamic_kernels as _dynamic_kernels,  # noqa: F401  registers its kernels
     shard_kernels as _shard_kernels,  # noqa: F401  registers its kernels
 )
-from dtorch_runtime.worker.arguments import Runner, compile_runner, free_runner, raising_runner, skip_runner
-from dtorch_runtime.worker.blobs import Blobs, Poison, check_plain, poison_with_aliases
-from dtorch_runtime.worker.bodies import BodyDevice, CompiledBody, Mover
+from dtorch_runtime.worker.arguments import (
+    Runner,
+    Runners,
+    compile_runner,
+    free_runner,
+    raising_runner,
+    skip_runner,
+)
+from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, check_plain, poison_with_aliases
+from dtorch_runtime.worker.bodies import BodyDevice, CompiledBody
 from dtorch_runtime.worker.failures import (
     InternalFailure,
     OpSite,
@@ -45,8 +52,12 @@ from dtorch_runtime.worker.ledger import (
     groups_of,
     memory_record,
 )
+from dtorch_runtime.worker.moves import Moves
 from dtorch_runtime.worker.overlap import is_overlap, run_on_copies
-from dtorch_runtime.worker.redistribute import Redistributor, check_piece
+from dtorch_runtime.worker.redistribute import Redistributor
+from dtorch_runtime.worker.thread import Job
+from dtorch_runtime.worker.timed import Timer
+from dtorch_runtime.worker.transfers import Transfers
 
 #: Values that are told of with a failure for want of memory.
 _NUM_TOLD = 5
@@ -73,19 +84,6 @@ class Session:
         self.is_measured = False
 
 
-class _Runners(dict[int, Runner]):
-    """Runners by template id; a missing one is made when it is first used."""
-
-    def __init__(self, make: Callable[[int], Runner]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, template_id: int) -> Runner:
-        runner = self._make(template_id)
-        self[template_id] = runner
-        return runner
-
-
 class DeviceSession:
     """The values of one session on one device, and how its ops run. Used by the device's worker thread only.
 
@@ -94,6 +92,7 @@ class DeviceSession:
         torch_device: where its tensors are.
         node: the name of the agent, for failures.
         total: what all sessions hold on the device, and how much they may.
+        transfers: carries out large redistributions beside ops; without it all are done at once.
     """
 
     def __init__(
@@ -105,6 +104,7 @@ class DeviceSession:
         redistributor: Redistributor,
         report_failure: ReportFailure,
         total: DeviceTotal | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self.session = session
         self.blobs: Blobs = {}
@@ -114,8 +114,19 @@ class DeviceSession:
         self._redistributor = redistributor
         self._report_failure = report_failure
         self._seq = 0
+        self._transfers = transfers
+        self._moves = Moves(
+            session.number,
+            device,
+            session.templates,
+            session.meshes,
+            redistributor,
+            transfers,
+            self._poison_of,
+            lambda: self._seq,
+        )
         #: Runners of ops, and those that are used: the same, or timed ones while somebody profiles.
-        self._plain = _Runners(self._make_runner)
+        self._plain = Runners(self._make_runner)
         self._runners = self._plain
         self._tape: Tape | None = None
         #: Templates with a body that have run, by id.
@@ -146,13 +157,31 @@ class DeviceSession:
     def start_trace(self, max_spans: int) -> None:
         """Note what each op takes, from the next batch on."""
         tape = self._tape = Tape(max_spans)
-        self._runners = _Runners(partial(self._timed_runner, tape))
+        timer = Timer(
+            tape,
+            self.session.templates,
+            self._plain,
+            self._run,
+            self._drop_inner,
+            self.blobs,
+            self._transfers,
+        )
+        self._runners = Runners(timer.runner)
+        if self._transfers is not None:
+            self._transfers.tape = Tape(max_spans)
 
-    def stop_trace(self) -> LaneRecord | None:
-        """Note no more; what was noted."""
+    def stop_trace(self) -> list[LaneRecord] | None:
+        """Note no more; what was noted, of ops and, if there were any, of transfers beside them."""
         tape, self._tape = self._tape, None
         self._runners = self._plain
-        return None if tape is None else tape.lane("worker", self._device, self.session.templates)
+        if tape is None:
+            return None
+        lanes = [tape.lane("worker", self._device, self.session.templates)]
+        if self._transfers is not None:
+            beside = self._transfers.stop_trace()
+            if beside is not None:
+                lanes.append(beside.lane("communication", self._device, self.session.templates))
+        return lanes
 
     def _run(self, words: list[int], i: int) -> None:
         runners = self._runners
@@ -203,6 +232,27 @@ class DeviceSession:
     def clear(self) -> None:
         """Drop every value."""
         self.blobs.clear()
+        if self._transfers is not None:
+            self._transfers.unresolved.clear()
+
+    def get(self, value_id: int) -> Blob | None:
+        """A value, which is waited for if it is pending.
+
+        Raises:
+            SessionEnded: the session ended meanwhile.
+            ClusterTimeout: the transfer that makes it does not end.
+        """
+        self._wait_for((value_id,))
+        blob = self.blobs.get(value_id)
+        assert not isinstance(blob, Pending)
+        return blob
+
+    def call_behind(self, job: Job) -> None:
+        """Call something when all that was run so far is done, transfers too."""
+        if self._transfers is None:
+            job()
+        else:
+            self._transfers.call_behind(job)
 
     def _count(self, ledger: Ledger | None) -> None:
         """Count what the values hold from now on, or no more. Not while a batch runs: runners know their blobs."""
@@ -279,6 +329,13 @@ class DeviceSession:
             self._finish_body(record, body, words, i, error)
             return stop
         inputs = words[i + 2 : i + 2 + record.num_inputs]
+        try:
+            if self._came_too_early(record, inputs):
+                return i
+        except SessionEnded:
+            return len(words)
+        except ClusterTimeout as late:
+            error = late
         poison = self._poisoned_input(inputs)
         if is_overlap(record, error) and run_on_copies(self._plain, self.blobs, record, words[i:stop]):
             return stop
@@ -297,6 +354,16 @@ class DeviceSession:
             poison_with_aliases(self.blobs, [inputs[index] for index in record.mutates], poison)
         return stop
 
+    def _wait_for(self, value_ids: Sequence[int]) -> bool:
+        return self._transfers is not None and self._transfers.resolve(self.blobs, value_ids)
+
+    def _came_too_early(self, record: TemplateRecord, inputs: list[int]) -> bool:
+        """Whether an op failed because an input was pending. It is not any more, and the op is to run again.
+
+        A redistribution looks at its input itself, and must not take part twice.
+        """
+        return record.op != REDISTRIBUTE and self._wait_for(inputs)
+
     def _poisoned_input(self, value_ids: list[int]) -> Poison | None:
         for value_id in value_ids:
             blob = self.blobs.get(value_id)
@@ -305,11 +372,16 @@ class DeviceSession:
         return None
 
     def _new_poison(self, record: TemplateRecord, words: list[int], i: int, error: Exception) -> Poison:
-        words_of_op = words[i : i + record.width]
-        site = OpSite(self.session.number, self._seq, record.op, words[i + 1], words_of_op)
+        return self._poison_of(record, words[i : i + record.width], error, self._seq, words[:i])
+
+    def _poison_of(
+        self, record: TemplateRecord, words: list[int], error: Exception, seq: int, before: Sequence[int] = ()
+    ) -> Poison:
+        """Poison for what the op of a record was to make; ``before`` are records that have run before it."""
+        site = OpSite(self.session.number, seq, record.op, words[1], words)
         first = 2 + record.num_inputs
-        made = words_of_op[first : first + record.num_outputs]
-        shortage = self._shortage(error, made, words[:i])
+        made = words[first : first + record.num_outputs]
+        shortage = self._shortage(error, made, before)
         failure = failure_of(error, site, self._device, self._node, shortage)
         self._report_failure(self.session.number, failure)
         return Poison(failure)
@@ -330,9 +402,9 @@ class DeviceSession:
             if all(mesh.coordinate(self._device) is None for mesh in meshes):
                 return skip_runner(record.width)
             if record.body is not None:
-                return self._body_runner(record)
+                return self._ordered(record, self._body_runner(record))
             if record.op == REDISTRIBUTE:
-                return self._counted_runner(record, self._transfer_runner(record))
+                return self._counted_runner(record, self._moves.runner(record, self.blobs))
             runner = compile_runner(
                 find_kernel(record.op),
                 record,
@@ -341,7 +413,8 @@ class DeviceSession:
                 self._device,
                 self._torch_device,
             )
-            return self._first_runner(template_id, record, self._counted_runner(record, runner))
+            runner = self._ordered(record, self._counted_runner(record, runner))
+            return self._first_runner(template_id, record, runner)
         except Exception as error:  # noqa: BLE001  each op of the template fails with it
             return raising_runner(error)
 
@@ -359,6 +432,17 @@ class DeviceSession:
 
         return run
 
+    def _ordered(self, record: TemplateRecord, runner: Runner) -> Runner:
+        """Makes what cannot run twice wait for transfers beforehand."""
+        written = record.mutates
+        if record.body is not None:  # it may write to an input through a view
+            steps = self._bodies[record.template_id].steps
+            writes = any(isinstance(step, BodyOp) and step.template.mutates for step in steps)
+            written = list(range(record.num_inputs)) if writes else []
+        if self._transfers is None or not (written or record.body):
+            return runner
+        return self._transfers.ordered(runner, self.blobs, record.num_inputs, written)
+
     def _counted_runner(self, record: TemplateRecord, runner: Runner) -> Runner:
         """Tells the ledger, when there is one, which op runs and what it wrote to."""
         ledger = self._ledger
@@ -375,45 +459,6 @@ class DeviceSession:
 
         return run
 
-    def _transfer_runner(self, record: TemplateRecord) -> Runner:
-        move, is_source, is_target = self._mover(record)
-        blobs, width = self.blobs, record.width
-
-        def run(words: list[int], i: int) -> int:
-            out = words[i + 3]
-            if out:
-                value = blobs.get(words[i + 2]) if is_source else None
-                result = move(value, words[i + 2], out, words[i + 1])
-                if is_target:
-                    blobs[out] = result
-            return i + width
-
-        return run
-
-    def _mover(self, record: TemplateRecord) -> tuple[Mover, bool, bool]:
-        """How a redistribution moves this device's piece, and whether there is one before and one after it."""
-        transfer = self._redistributor.planner.of(record, self.session.meshes)
-        device, number = self._device, self.session.number
-        is_source = transfer.source.mesh.coordinate(device) is not None
-        is_target = transfer.target.mesh.coordinate(device) is not None
-        redistribute = self._redistributor.run
-
-        def move(value: Any, value_id: int, out: int, location_id: int) -> Any:
-            def fail(error: Exception) -> Poison:
-                words = [record.template_id, location_id, value_id, out]
-                return self._new_poison(record, words, 0, error)
-
-            if is_source:
-                try:
-                    check_piece(value, value_id, transfer, device)
-                except InternalFailure as error:
-                    value = fail(error)
-            result = redistribute(transfer, device, value, number, out, fail)
-            assert result is not None or not is_target, f"{transfer} left device {device} without its piece"
-            return result
-
-        return move, is_source, is_target
-
     @property
     def body_device(self) -> BodyDevice:
         """This device as captured calls see it."""
@@ -422,7 +467,7 @@ class DeviceSession:
     def _body_runner(self, record: TemplateRecord) -> Runner:
         session, planner = self.session, self._redistributor.planner
         steps = parse_body(record, session.templates)
-        body = CompiledBody(record, steps, session.meshes, [self.body_device], find_mover=self._mover)
+        body = CompiledBody(record, steps, session.meshes, [self.body_device], find_mover=self._moves.mover)
         single = partial(weigh, record, steps, self.blobs, lambda words: self._run(words, 0))
         part = session.joint.join(
             record, body, self._device, session.devices, session.meshes, planner, single
@@ -458,42 +503,3 @@ class DeviceSession:
     def _drop_inner(self, record: TemplateRecord, ids: list[int]) -> None:
         for value_id in ids[1 + record.num_inputs + record.num_outputs :]:
             self.blobs.pop(value_id, None)
-
-    # ---- while somebody profiles ----
-
-    def _timed_runner(self, tape: Tape, template_id: int) -> Runner:
-        """Does what the plain one does, and notes how long it took."""
-        if self.session.is_ended:
-            raise SessionEnded
-        plain, add = self._plain, tape.add
-        if template_id == FREE:
-            return plain[FREE]
-        record = self.session.templates.get(template_id)
-        if record is not None and record.body is not None:
-            return self._timed_body(tape, record)
-
-        def run(words: list[int], i: int) -> int:
-            start_ns = monotonic_ns()
-            try:
-                stop = plain[template_id](words, i)
-            except BaseException:
-                add(template_id, words[i + 1], start_ns, 1)
-                raise
-            add(template_id, words[i + 1], start_ns)
-            return stop
-
-        return run
-
-    def _timed_body(self, tape: Tape, record: TemplateRecord) -> Runner:
-        """A captured call op by op, so that each is seen."""
-        steps = parse_body(record, self.session.templates)
-
-        def run(words: list[int], i: int) -> int:
-            start_ns = monotonic_ns()
-            expanded, _, ids = expand(record, steps, words, i)
-            self._run(expanded, 0)
-            self._drop_inner(record, ids)
-            tape.add(record.template_id, words[i + 1], start_ns)
-            return i + record.width
-
-        return run

@@ -1,4 +1,4 @@
-"""``Worker``: the thread of one device. It takes jobs from a queue and runs them in order."""
+"""``Worker``: a thread of one device, for its ops or for its transfers. It takes jobs from a queue, in order."""
 
 from __future__ import annotations
 
@@ -49,9 +49,18 @@ class ThreadShare:
 
 
 class Worker:
-    """Runs the jobs of one device in the order in which they were submitted, on a thread of its own."""
+    """Runs the jobs of one device in the order in which they were submitted, on a thread of its own.
 
-    def __init__(self, name: str, make_stream: Callable[[], Stream], share: ThreadShare) -> None:
+    Args:
+        divides: whether the agent's other workers leave it some of their intra-op threads.
+    """
+
+    #: Where kernels of its jobs run; for jobs.
+    stream: Stream
+
+    def __init__(
+        self, name: str, make_stream: Callable[[], Stream], share: ThreadShare, *, divides: bool = True
+    ) -> None:
         self.name = name
         self._make_stream = make_stream
         self._share = share
@@ -61,13 +70,19 @@ class Worker:
         self._num_finished = 0
         # A daemon: a kernel that never ends must not keep the process from ending.
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        share.add_worker()
+        if divides:
+            share.add_worker()
         self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Queue a job. It must not raise: what it does is nobody's to await."""
         self._num_submitted += 1
         self._jobs.put(job)
+
+    @property
+    def num_finished(self) -> int:
+        """Rises with every job."""
+        return self._num_finished
 
     @property
     def is_idle(self) -> bool:
@@ -86,7 +101,8 @@ class Worker:
     def _loop(self) -> None:
         share, get = self._share, self._jobs.get
         num_threads = 0
-        with torch.inference_mode(), self._make_stream().activate():
+        self.stream = self._make_stream()
+        with torch.inference_mode(), self.stream.activate():
             while True:
                 job = get()
                 if job is None:
@@ -101,3 +117,38 @@ class Worker:
                 # The queue's wait would else keep the last job, and with it a session's tensors, alive.
                 job = None
                 self._num_finished += 1
+
+
+class LazyWorker:
+    """A worker that starts with its first job. Jobs come from one thread, and none after ``stop``."""
+
+    def __init__(self, name: str, make: Callable[[], Worker]) -> None:
+        self.name = name
+        self._make = make
+        self._worker: Worker | None = None
+
+    @property
+    def stream(self) -> Stream:
+        """Where kernels of its jobs run; for jobs."""
+        assert self._worker is not None, "only jobs ask, and they have started it"
+        return self._worker.stream
+
+    @property
+    def num_finished(self) -> int:
+        """Rises with every job."""
+        return 0 if self._worker is None else self._worker.num_finished
+
+    def submit(self, job: Job) -> None:
+        """As of a worker."""
+        if self._worker is None:
+            self._worker = self._make()
+        self._worker.submit(job)
+
+    def stop(self) -> None:
+        """End behind the jobs that are queued."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; whether it has ended, or never was."""
+        return self._worker is None or self._worker.join(timeout_s)

@@ -40,17 +40,21 @@ class Way:
     #: Bytes that a device may run ahead of its readers.
     run_ahead_bytes: int = 1 << 26
     chunk_bytes: int = 1 << 20
+    #: From this size on the communication worker does it.
+    beside_bytes: int = 1 << 30
 
 
 WAYS = {
     "threads, the last one builds": Way((ALL,), parallel_bytes=1 << 40),
     "threads, all build": Way((ALL,), parallel_bytes=0, large_bytes=0, run_ahead_bytes=1),
+    "threads, beside ops": Way((ALL,), run_ahead_bytes=1, large_bytes=0, beside_bytes=1),
     "sockets between nodes": Way(TWO_NODES),
     "sockets, many chunks": Way(
         TWO_NODES, chunk_bytes=24, parallel_bytes=0, large_bytes=0, run_ahead_bytes=1
     ),
-    "segments between nodes": Way(TWO_NODES, shares_memory=True, large_bytes=0),
+    "segments between nodes": Way(TWO_NODES, shares_memory=True, large_bytes=0, beside_bytes=1),
     "mailboxes between nodes": Way(TWO_NODES, shares_memory=True),
+    "mailboxes, beside ops": Way(TWO_NODES, shares_memory=True, beside_bytes=1),
 }
 
 
@@ -67,6 +71,7 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         num_threads=1,
         chunk_bytes=way.chunk_bytes,
         max_outstanding_bytes=way.run_ahead_bytes,
+        beside_bytes=way.beside_bytes,
     )
     with Rig(way.nodes, shares_memory=way.shares_memory, settings=options) as started:
         yield started

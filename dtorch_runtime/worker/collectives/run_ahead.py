@@ -3,7 +3,8 @@
 A device that only gives does not wait for its readers, so a quick one would fill memory with copies. It waits, before
 it takes part in the next exchange, when too many bytes of its earlier gifts are unread. That cannot lock up: all
 devices run one stream in one order, so the first exchange that is not complete needs nothing of later ones, and every
-gift of those before it can be read.
+gift of those before it can be read. Each of a device's workers counts what it gave itself: the communication worker may
+be behind the compute worker, and is not to wait until gifts of later ops are read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 
 from dtorch_runtime.errors import ClusterTimeout
 
@@ -20,10 +22,10 @@ MIN_BYTES = 64 * 1024
 
 
 class RunAhead:
-    """Bytes that each device has given away and that are unread. Safe to use from any thread.
+    """Bytes that each device has given away and that are unread, by the thread that gave. Safe to use from any thread.
 
     Args:
-        max_bytes: a device with more than this unread waits before it gives more.
+        max_bytes: a worker of a device with more than this unread waits before it gives more.
         timeout_s: longest wait.
     """
 
@@ -32,11 +34,13 @@ class RunAhead:
         self._timeout_s = timeout_s
         # Reentrant: dropping a tensor may release it on a thread that is inside one of these methods.
         self._changed = threading.Condition(threading.RLock())
-        self._unread: defaultdict[int, int] = defaultdict(int)
+        #: By device and thread.
+        self._unread: defaultdict[tuple[int, int], int] = defaultdict(int)
 
     def num_unread(self, device: int) -> int:
         """Bytes of the device's gifts that are unread."""
-        return self._unread[device]
+        with self._changed:
+            return sum(num_bytes for (giver, _), num_bytes in self._unread.items() if giver == device)
 
     def wait_for_room(self, device: int, what: object) -> None:
         """Called before a device gives something away in an exchange.
@@ -44,23 +48,25 @@ class RunAhead:
         Raises:
             ClusterTimeout: earlier gifts were not read in time; the text of ``what`` names the exchange.
         """
-        if self._unread[device] <= self._max_bytes:
+        giver = (device, get_ident())
+        if self._unread[giver] <= self._max_bytes:
             return
         with self._changed:
-            if not self._changed.wait_for(lambda: self._unread[device] <= self._max_bytes, self._timeout_s):
+            if not self._changed.wait_for(lambda: self._unread[giver] <= self._max_bytes, self._timeout_s):
                 raise ClusterTimeout(
                     f"what device {device} gave before to be read, ahead of {what}",
                     self._timeout_s,
-                    f"{self._unread[device]} bytes are unread",
+                    f"{self._unread[giver]} bytes are unread",
                 )
 
     def lend(self, device: int, num_bytes: int) -> Callable[[], None]:
         """Count a gift. What is returned is to be called once, when it has been read."""
+        giver = (device, get_ident())
         with self._changed:
-            self._unread[device] += num_bytes
-        return partial(self._release, device, num_bytes)
+            self._unread[giver] += num_bytes
+        return partial(self._release, giver, num_bytes)
 
-    def _release(self, device: int, num_bytes: int) -> None:
+    def _release(self, giver: tuple[int, int], num_bytes: int) -> None:
         with self._changed:
-            self._unread[device] -= num_bytes
+            self._unread[giver] -= num_bytes
             self._changed.notify_all()

@@ -37,3 +37,7 @@ class Stream(Protocol):
 
     def wait_for(self, event: Event) -> None:
         """What is launched from now on runs after an event of another stream."""
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Work launched so far or next reads or writes memory that another stream made: it is not to be given to
+        others, when it is freed, before that work is done."""

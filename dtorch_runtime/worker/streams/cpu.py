@@ -57,3 +57,6 @@ class CpuStream:
         if not isinstance(event, CpuEvent):
             raise InternalError(f"a CPU stream cannot wait for {event!r}, an event of another kind of device")
         event.wait(self._wait_timeout_s, "an event of another CPU stream")
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Nothing: a kernel has finished when its call returns, and until then the caller holds the tensor."""

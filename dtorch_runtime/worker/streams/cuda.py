@@ -83,3 +83,8 @@ class CudaStream:
                 f"a CUDA stream cannot wait for {event!r}, an event of another kind of device"
             )
         self._stream.wait_event(event.event)
+
+    def use(self, tensor: torch.Tensor) -> None:
+        # torch's caching allocator reuses freed memory in the order of the stream that it was made for, unless told
+        # that another one uses it.
+        tensor.record_stream(self._torch_stream)

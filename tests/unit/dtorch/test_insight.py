@@ -25,7 +25,7 @@ from dtorch.replay.inner_ids import FIRST_INNER_ID
 from dtorch.replay.recording import Op
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.stream import FREE
-from dtorch_runtime.tape import BATCH
+from dtorch_runtime.tape import BATCH, WAIT
 from dtorch_runtime.wire.records import BodyRecord, LaneRecord, ListArg, ScalarSlot, Slot, TemplateRecord
 
 MESH = DeviceMesh("cpu", [0, 1])
@@ -83,6 +83,14 @@ def test_spans_are_on_the_clock_of_the_client() -> None:
     op, batch = found
     assert (op.start_ns, op.end_ns, op.name, op.lane) == (600, 1100, "aten::mul.Tensor", "device 1")
     assert (batch.start_ns, batch.end_ns, batch.batch) == (500, 1200, 7)
+
+
+def test_a_device_has_a_lane_for_transfers_and_shows_waits_for_them() -> None:
+    beside = lane("communication", (MUL, 0, 1000, 1500, 0))
+    (span,) = spans_of(beside, "node a", "", Clock(), TEMPLATES, {})
+    assert (span.lane, span.name) == ("device 1, communication", "aten::mul.Tensor")
+    (wait,) = spans_of(lane("worker", (WAIT, 0, 1, 2, 0)), "node a", "", Clock(), TEMPLATES, {})
+    assert (wait.lane, wait.category, wait.name) == ("device 1", "wait", "wait for transfers")
 
 
 def test_templates_that_passes_made_come_with_the_lane() -> None:

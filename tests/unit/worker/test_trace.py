@@ -28,6 +28,13 @@ def new_bench(body: list[int]) -> Bench:
     return bench
 
 
+def stop(bench: Bench) -> LaneRecord:
+    lanes = bench.values.stop_trace()
+    assert lanes is not None
+    (lane,) = lanes
+    return lane
+
+
 def rows(lane: LaneRecord | None) -> list[list[int]]:
     assert lane is not None
     words = array("q")
@@ -40,7 +47,7 @@ def test_each_op_is_noted_with_its_line_and_the_batch_around_it():
     bench.run(NEG, 1, 10, 20)
     bench.values.start_trace(100)
     bench.run(NEG, 3, 10, 20, ADD, 4, 20, 11, 21, FREE, 1, 20, ELSEWHERE, 5, 99, 22)
-    lane = bench.values.stop_trace()
+    lane = stop(bench)
     bench.run(NEG, 6, 10, 23)
     assert lane is not None
     assert (lane.kind, lane.device, lane.num_dropped) == ("worker", 0, 0)
@@ -76,7 +83,7 @@ def test_a_failure_is_noted_and_is_the_same():
     bench.values.start_trace(100)
     for each in (bench, other):
         each.run(BAD, 42, 10, 20, NEG, 43, 20, 21, NEG, 44, 11, 22)
-    assert [row[::4] for row in rows(bench.values.stop_trace())] == [[BAD, 1], [NEG, 1], [NEG, 0], [BATCH, 0]]
+    assert [row[::4] for row in rows(stop(bench))] == [[BAD, 1], [NEG, 1], [NEG, 0], [BATCH, 0]]
     assert bench.failure(20).failure_id == bench.failure(21).failure_id == other.failure(20).failure_id
     assert bench.reported[0].location_id == 42
     assert torch.equal(bench.blobs[22], other.blobs[22])
@@ -91,7 +98,7 @@ def test_a_captured_call_runs_op_by_op_with_the_same_result(body, ran_before):
     bench.values.start_trace(100)
     for each in (bench, other):
         each.run(*CALL)
-    first, second, call, batch = rows(bench.values.stop_trace())
+    first, second, call, batch = rows(stop(bench))
     assert [first[:2], second[:2], call[0], batch[0]] == [[NEG, 6], [body[4], 7], CAPTURED, BATCH]
     assert call[2] <= first[2] <= first[3] <= second[2] <= second[3] <= call[3]
     assert set(bench.blobs) == set(other.blobs) == {10, 11, 30}

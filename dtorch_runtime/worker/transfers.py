@@ -1,0 +1,236 @@
+"""Transfers that a device's communication worker carries out while the compute worker goes on with other ops.
+
+Until it is needed, a transfer's result is ``Pending``: no tensor, so that a kernel that gets one raises by itself, and
+only then does the compute worker wait (as with ``Poison``). Ops that are not stopped by that, because they write or
+because they are many in one, look for it beforehand. What a transfer still reads is not written to before it has read.
+
+Nothing can lock up. Take the first op of the stream, in the order that all devices have in common, that is not done on
+some device. All before it are done everywhere, so each device that takes part has come to it, on whichever of its two
+workers it runs: a worker waits only for earlier ops (of this device, or for room among what it gave itself earlier).
+So this op ends, and then the next. Which of its workers a device chooses does not matter to the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic_ns
+
+import torch
+
+from dtorch_runtime.errors import ClusterTimeout
+from dtorch_runtime.tape import Tape
+from dtorch_runtime.worker.arguments import Runner
+from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, storage_of
+from dtorch_runtime.worker.failures import SessionEnded
+from dtorch_runtime.worker.thread import Job, LazyWorker, Worker
+
+#: Bytes of transfers under way, inputs and results, with which a device starts no further one.
+MAX_BYTES = 256 * 1024 * 1024
+#: A wait gives up when the communication worker has ended no transfer in so many times the deadline of a collective:
+#: a transfer waits several times, and its own deadlines say more about what is missing.
+_PATIENCE = 10
+
+
+class Transfers:
+    """Those of one session on one device. Used by the compute worker's thread only.
+
+    Args:
+        compute: the worker that runs the session's ops.
+        communication: the one that carries transfers out, in the order in which they are started.
+        timeout_s: the deadline of one wait in a collective.
+    """
+
+    def __init__(self, compute: Worker, communication: LazyWorker, timeout_s: float) -> None:
+        self._compute = compute
+        self._communication = communication
+        self._timeout_s = timeout_s
+        #: Started and maybe not ended, the oldest first.
+        self.under_way: deque[Pending] = deque()
+        #: Ids of values that stand for a pending one; some of them may have been freed since.
+        self.unresolved: dict[int, Pending] = {}
+        self._num_bytes = 0
+        self.num_started = 0
+        #: Notes each transfer, while somebody profiles.
+        self.tape: Tape | None = None
+        #: Jobs of this session: given to the communication worker, and ended by it.
+        self._num_submitted = 0
+        self._num_finished = 0
+
+    def start(
+        self,
+        pending: Pending,
+        template_id: int,
+        move: Callable[[Blob | None], Blob | None],
+        fail: Callable[[Exception], Poison],
+    ) -> None:
+        """Begin a transfer as soon as what it reads exists, behind those that were started before.
+
+        Args:
+            move: takes the device's piece and gives its new one, or None; for the communication worker.
+            fail: makes the poison of an error.
+        """
+        self._forget_ended()
+        while self.under_way and self._num_bytes + pending.num_bytes > MAX_BYTES:
+            self._await(self.under_way[0])
+            self._forget_ended()
+        self.under_way.append(pending)
+        self._num_bytes += pending.num_bytes
+        self.num_started += 1
+        ready, tape = self._compute.stream.record(), self.tape
+
+        def job() -> None:
+            stream, start_ns = self._communication.stream, monotonic_ns()
+            try:
+                stream.wait_for(ready)
+                # What is pending was made by an earlier job of this worker.
+                value = pending.reads.result if isinstance(pending.reads, Pending) else pending.reads
+                if isinstance(value, SessionEnded):
+                    raise value
+                if isinstance(value, torch.Tensor):
+                    stream.use(value)
+                pending.result = move(value)
+            except SessionEnded as error:
+                pending.result = error
+            except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it
+                pending.result = fail(error)
+            pending.point = stream.record()
+            pending.reads = None
+            if tape is not None:
+                failed = isinstance(pending.result, Poison | SessionEnded)
+                tape.add(template_id, pending.made_by[1], start_ns, int(failed))
+            pending.done.set()
+
+        self._submit(job)
+
+    def resolve(self, blobs: Blobs, value_ids: Iterable[int]) -> bool:
+        """Put the values themselves in the place of those that are pending; whether there were any.
+
+        Raises:
+            SessionEnded: the session ended meanwhile.
+            ClusterTimeout: a transfer does not end.
+        """
+        found = False
+        for value_id in value_ids:
+            blob = blobs.get(value_id)
+            if type(blob) is Pending:
+                value = self.wait(blob)
+                self.unresolved.pop(value_id, None)
+                blobs[value_id] = value
+                found = True
+        return found
+
+    def wait(self, pending: Pending) -> Blob:
+        """The result of a transfer, for the compute worker.
+
+        Raises: as ``resolve``.
+        """
+        self._await(pending)
+        result = pending.result
+        if isinstance(result, SessionEnded):
+            raise result
+        assert result is not None
+        assert pending.point is not None
+        stream = self._compute.stream
+        stream.wait_for(pending.point)
+        if isinstance(result, torch.Tensor):
+            stream.use(result)
+        return result
+
+    def before_write(self, blobs: Iterable[object]) -> None:
+        """Wait until no transfer reads memory that is written to next.
+
+        Raises: as ``resolve``.
+        """
+        self._forget_ended()
+        written = {storage_of(blob) for blob in blobs if isinstance(blob, torch.Tensor)}
+        for pending in [*self.under_way]:
+            reads = pending.reads
+            if isinstance(reads, Pending):
+                self._await(reads)
+                value = reads.result
+            else:
+                value = reads
+            if isinstance(value, torch.Tensor) and storage_of(value) in written:
+                self._await(pending)
+        self._forget_ended()
+
+    def ordered(self, runner: Runner, blobs: Blobs, num_inputs: int, written: Sequence[int]) -> Runner:
+        """A runner that waits for what makes its inputs, and for what still reads what it writes to.
+
+        Args:
+            written: which of its inputs.
+        """
+        unresolved, under_way, stop = self.unresolved, self.under_way, 2 + num_inputs
+
+        def run(words: list[int], i: int) -> int:
+            if unresolved:
+                self.resolve(blobs, words[i + 2 : i + stop])
+            if under_way and written:
+                self.before_write(blobs.get(words[i + 2 + index]) for index in written)
+            return runner(words, i)
+
+        return run
+
+    def settle(self) -> None:
+        """Wait until no transfer is under way.
+
+        Raises: as ``resolve``.
+        """
+        if self.under_way:
+            self._await(self.under_way[-1])
+            self._forget_ended()
+
+    def stop_trace(self) -> Tape | None:
+        """What was noted of transfers, if there were any; waits for those under way.
+
+        Raises: as ``resolve``.
+        """
+        self.settle()
+        tape, self.tape = self.tape, None
+        return None if tape is None or tape.is_empty else tape
+
+    def call_behind(self, job: Job) -> None:
+        """Call something behind all transfers that were started: at once when they have ended."""
+        if self._num_submitted == self._num_finished:
+            job()
+        else:
+            self._submit(job)
+
+    def note(self, blobs: Blobs, value_id: int, pending: Pending) -> None:
+        """A value stands for a pending one from now on."""
+        if len(self.unresolved) > 2 * len(self.under_way) + 64:
+            for freed in [
+                number for number, known in self.unresolved.items() if blobs.get(number) is not known
+            ]:
+                del self.unresolved[freed]
+        self.unresolved[value_id] = pending
+
+    def _submit(self, job: Job) -> None:
+        self._num_submitted += 1
+
+        def counted() -> None:
+            try:
+                job()
+            finally:
+                self._num_finished += 1
+
+        self._communication.submit(counted)
+
+    def _await(self, pending: Pending) -> None:
+        while not pending.done.is_done():
+            before = self._communication.num_finished
+            try:
+                pending.done.wait(
+                    _PATIENCE * self._timeout_s, f"the communication worker to end {pending.what}"
+                )
+            except ClusterTimeout:
+                if before == self._communication.num_finished:
+                    raise
+
+    def _forget_ended(self) -> None:
+        while self.under_way and self.under_way[0].done.is_done():
+            pending = self.under_way.popleft()
+            self._num_bytes -= pending.num_bytes
+            assert pending.point is not None
+            self._compute.stream.wait_for(pending.point)
