@@ -330,7 +330,8 @@ class DeviceSession:
             return stop
         inputs = words[i + 2 : i + 2 + record.num_inputs]
         try:
-            if self._came_too_early(record, inputs):
+            # An input was pending. It is not any more, and the op runs again. A redistribution looks at its input itself.
+            if record.op != REDISTRIBUTE and self._wait_for(inputs):
                 return i
         except SessionEnded:
             return len(words)
@@ -356,13 +357,6 @@ class DeviceSession:
 
     def _wait_for(self, value_ids: Sequence[int]) -> bool:
         return self._transfers is not None and self._transfers.resolve(self.blobs, value_ids)
-
-    def _came_too_early(self, record: TemplateRecord, inputs: list[int]) -> bool:
-        """Whether an op failed because an input was pending. It is not any more, and the op is to run again.
-
-        A redistribution looks at its input itself, and must not take part twice.
-        """
-        return record.op != REDISTRIBUTE and self._wait_for(inputs)
 
     def _poisoned_input(self, value_ids: list[int]) -> Poison | None:
         for value_id in value_ids:
