@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.arguments import Runner
-from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison
+from dtorch_runtime.worker.blobs import Blobs, Pending, Poison
 from dtorch_runtime.worker.bodies import Mover
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import REDISTRIBUTE
 from dtorch_runtime.worker.redistribute import Redistributor, Transfer, check_piece
 from dtorch_runtime.worker.transfers import Transfers
+
+#: ``(value, its id, id of the result, location, batch) -> new piece``.
+_Move: TypeAlias = Callable[[Any, int, int, int, int], Any]
 
 
 class MakePoison(Protocol):
@@ -63,89 +65,89 @@ class Moves:
         Raises:
             InternalFailure: the template contradicts itself.
         """
-        transfer = self._redistributor.planner.of(record, self._meshes)
-        is_source, is_target = self._ends(transfer)
+        _, move, is_source, is_target = self._plan(record)
 
-        def move(value: Any, value_id: int, out: int, location_id: int) -> Any:
-            words = [record.template_id, location_id, value_id, out]
-            return self._move(transfer, words, self._failing(record, words), value)
+        def move_now(value: Any, value_id: int, out: int, location_id: int) -> Any:
+            return move(value, value_id, out, location_id, self._seq())
 
-        return move, is_source, is_target
+        return move_now, is_source, is_target
 
     def runner(self, record: TemplateRecord, blobs: Blobs) -> Runner:
         """The runner of a redistribution.
 
         Raises: as ``mover``.
         """
-        transfer = self._redistributor.planner.of(record, self._meshes)
-        is_source, is_target = self._ends(transfer)
-        transfers, width = self._transfers, record.width
-        is_beside = transfer.is_beside and transfers is not None
+        transfer, move, is_source, is_target = self._plan(record)
+        transfers, width, seq = self._transfers, record.width, self._seq
+        start = (
+            self._starter(record, transfer, move) if transfer.is_beside and transfers is not None else None
+        )
 
         def run(words: list[int], i: int) -> int:
             out = words[i + 3]
             if out:
                 value = blobs.get(words[i + 2]) if is_source else None
-                one = words[i : i + width]
-                fail = self._failing(record, one)
-                if is_beside and not self._is_read_next(words, i + width, out):
-                    pending = self._start(transfer, one, value, fail)
+                result: Any
+                if start is not None and not self._is_read_next(words, i + width, out):
+                    result = start(value, words[i + 2], out, words[i + 1])
                     if is_target:
                         assert transfers is not None
-                        transfers.note(blobs, out, pending)
-                        blobs[out] = pending
-                    return i + width
-                if type(value) is Pending:
-                    assert transfers is not None
-                    transfers.resolve(blobs, (words[i + 2],))
-                    value = blobs.get(words[i + 2])
-                result = self._move(transfer, one, fail, value)
+                        transfers.note(blobs, out, result)
+                else:
+                    if type(value) is Pending:
+                        assert transfers is not None
+                        transfers.resolve(blobs, (words[i + 2],))
+                        value = blobs.get(words[i + 2])
+                    result = move(value, words[i + 2], out, words[i + 1], seq())
                 if is_target:
-                    assert result is not None
                     blobs[out] = result
             return i + width
 
         return run
 
-    def _start(
-        self,
-        transfer: Transfer,
-        words: list[int],
-        value: Blob | Pending | None,
-        fail: Callable[[Exception], Poison],
-    ) -> Pending:
-        assert self._transfers is not None
-        made_bytes = transfer.made_bytes(self._device)
-        num_bytes = made_bytes + transfer.read_bytes(self._device)
-        pending = Pending(value, num_bytes, made_bytes, (REDISTRIBUTE, words[1]), transfer)
-        self._transfers.start(pending, words[0], partial(self._move, transfer, words, fail), fail)
-        return pending
-
-    def _move(
-        self,
-        transfer: Transfer,
-        words: Sequence[int],
-        fail: Callable[[Exception], Poison],
-        value: Any,
-    ) -> Any:
-        is_source, is_target = self._ends(transfer)
-        if is_source:
-            try:
-                check_piece(value, words[2], transfer, self._device)
-            except InternalFailure as error:
-                value = fail(error)
-        result = self._redistributor.run(transfer, self._device, value, self._session, words[3], fail)
-        assert result is not None or not is_target, f"{transfer} left device {self._device} without its piece"
-        return result
-
-    def _failing(self, record: TemplateRecord, words: list[int]) -> Callable[[Exception], Poison]:
-        seq = self._seq()
-        return lambda error: self._poison(record, words, error, seq)
-
-    def _ends(self, transfer: Transfer) -> tuple[bool, bool]:
-        device = self._device
+    def _plan(self, record: TemplateRecord) -> tuple[Transfer, _Move, bool, bool]:
+        transfer = self._redistributor.planner.of(record, self._meshes)
+        device, number = self._device, self._session
         is_source = transfer.source.mesh.coordinate(device) is not None
-        return is_source, transfer.target.mesh.coordinate(device) is not None
+        is_target = transfer.target.mesh.coordinate(device) is not None
+        redistribute = self._redistributor.run
+
+        def move(value: Any, value_id: int, out: int, location_id: int, seq: int) -> Any:
+            def fail(error: Exception) -> Poison:
+                return self._poison(record, [record.template_id, location_id, value_id, out], error, seq)
+
+            if is_source:
+                try:
+                    check_piece(value, value_id, transfer, device)
+                except InternalFailure as error:
+                    value = fail(error)
+            result = redistribute(transfer, device, value, number, out, fail)
+            assert result is not None or not is_target, f"{transfer} left device {device} without its piece"
+            return result
+
+        return transfer, move, is_source, is_target
+
+    def _starter(
+        self, record: TemplateRecord, transfer: Transfer, move: _Move
+    ) -> Callable[[Any, int, int, int], Pending]:
+        """Starts a transfer beside the ops that follow, as a mover does it at once."""
+        assert self._transfers is not None
+        begin, made_bytes = self._transfers.start, transfer.made_bytes(self._device)
+        num_bytes = made_bytes + transfer.read_bytes(self._device)
+
+        def start(value: Any, value_id: int, out: int, location_id: int) -> Pending:
+            seq = self._seq()
+
+            def fail(error: Exception) -> Poison:
+                return self._poison(record, [record.template_id, location_id, value_id, out], error, seq)
+
+            pending = Pending(value, num_bytes, made_bytes, (REDISTRIBUTE, location_id), transfer)
+            begin(
+                pending, record.template_id, lambda piece: move(piece, value_id, out, location_id, seq), fail
+            )
+            return pending
+
+        return start
 
     def _is_read_next(self, words: Sequence[int], i: int, value_id: int) -> bool:
         """Whether the op behind index ``i`` would wait for a value at once: then nothing is won by making it beside."""

@@ -330,7 +330,7 @@ class DeviceSession:
             return stop
         inputs = words[i + 2 : i + 2 + record.num_inputs]
         try:
-            # An input was pending. It is not any more, and the op runs again. A redistribution looks at its input itself.
+            # An input was pending, and is not any more. A redistribution looks at its own input, and starts once.
             if record.op != REDISTRIBUTE and self._wait_for(inputs):
                 return i
         except SessionEnded:
