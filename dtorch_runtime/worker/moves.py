@@ -58,6 +58,19 @@ class Moves:
         self._transfers = transfers
         self._poison = poison
         self._seq = seq
+        self._is_at_once = False
+
+    def at_once(self, run: Callable[[list[int], int], None]) -> Callable[[list[int]], None]:
+        """Runs records, and carries nothing out beside them."""
+
+        def run_at_once(words: list[int]) -> None:
+            self._is_at_once = True
+            try:
+                run(words, 0)
+            finally:
+                self._is_at_once = False
+
+        return run_at_once
 
     def mover(self, record: TemplateRecord) -> tuple[Mover, bool, bool]:
         """How a redistribution moves this device's piece, and whether there is one before and one after it.
@@ -88,7 +101,7 @@ class Moves:
             if out:
                 value = blobs.get(words[i + 2]) if is_source else None
                 result: Any
-                if start is not None and not self._is_read_next(words, i + width, out):
+                if start is not None and self._pays(words, i + width, out):
                     result = start(value, words[i + 2], out, words[i + 1])
                     if is_target:
                         assert transfers is not None
@@ -149,9 +162,11 @@ class Moves:
 
         return start
 
-    def _is_read_next(self, words: Sequence[int], i: int, value_id: int) -> bool:
-        """Whether the op behind index ``i`` would wait for a value at once: then nothing is won by making it beside."""
+    def _pays(self, words: Sequence[int], i: int, value_id: int) -> bool:
+        """Whether the next op, from index ``i`` on, would not wait at once for a value that is made beside."""
+        if self._is_at_once:
+            return False
         while i < len(words) and words[i] == FREE:
             i += 2 + words[i + 1]
         record = self._templates.get(words[i]) if i < len(words) else None
-        return record is not None and value_id in words[i + 2 : i + 2 + record.num_inputs]
+        return record is None or value_id not in words[i + 2 : i + 2 + record.num_inputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic_ns
 from typing import Protocol
 
@@ -306,9 +307,8 @@ class DeviceSession:
 
     def _origins(self, words: Sequence[int]) -> dict[int, Origin]:
         templates = self.session.templates
-        widths = {number: template.width for number, template in templates.items()}
         found: dict[int, Origin] = {}
-        for start, _ in walk(words, widths):
+        for start, _ in walk(words, {number: template.width for number, template in templates.items()}):
             if words[start] != FREE:
                 record = templates[words[start]]
                 first = start + 2 + record.num_inputs
@@ -462,7 +462,7 @@ class DeviceSession:
         session, planner = self.session, self._redistributor.planner
         steps = parse_body(record, session.templates)
         body = CompiledBody(record, steps, session.meshes, [self.body_device], find_mover=self._moves.mover)
-        single = partial(weigh, record, steps, self.blobs, lambda words: self._run(words, 0))
+        single = partial(weigh, record, steps, self.blobs, self._moves.at_once(self._run))
         part = session.joint.join(
             record, body, self._device, session.devices, session.meshes, planner, single
         )
