@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -13,8 +13,7 @@ import torch
 
 from dtorch_runtime.wire.records import FailureRecord
 from dtorch_runtime.worker.failures import SessionEnded
-from dtorch_runtime.worker.streams.base import Event
-from dtorch_runtime.worker.streams.cpu import CpuEvent
+from dtorch_runtime.worker.streams.base import Event, Signal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +49,7 @@ class Pending:
     made_bytes: int
     made_by: tuple[str, int]
     what: object
-    done: CpuEvent = field(default_factory=lambda: CpuEvent(is_done=False))
+    done: Signal
     result: Blob | SessionEnded | None = None
     point: Event | None = None
 

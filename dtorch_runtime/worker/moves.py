@@ -14,6 +14,7 @@ from dtorch_runtime.worker.bodies import Mover
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import REDISTRIBUTE
 from dtorch_runtime.worker.redistribute import Redistributor, Transfer, check_piece
+from dtorch_runtime.worker.streams.cpu import CpuEvent
 from dtorch_runtime.worker.transfers import Transfers
 
 #: ``(value, its id, id of the result, location, batch) -> new piece``.
@@ -154,7 +155,9 @@ class Moves:
             def fail(error: Exception) -> Poison:
                 return self._poison(record, [record.template_id, location_id, value_id, out], error, seq)
 
-            pending = Pending(value, num_bytes, made_bytes, (REDISTRIBUTE, location_id), transfer)
+            pending = Pending(
+                value, num_bytes, made_bytes, (REDISTRIBUTE, location_id), transfer, CpuEvent(is_done=False)
+            )
             begin(
                 pending, record.template_id, lambda piece: move(piece, value_id, out, location_id, seq), fail
             )

@@ -22,6 +22,13 @@ class Event(Protocol):
         """
 
 
+class Signal(Event, Protocol):
+    """An event of the host: what it stands for ends when its call returns."""
+
+    def set(self) -> None:
+        """What it stands for has finished."""
+
+
 class Stream(Protocol):
     """A queue of kernels of one device, run in order. Used by one worker thread."""
 

@@ -182,7 +182,7 @@ def test_poison_goes_through_and_what_breaks_becomes_poison(device):
     poison = Poison(FAILURE)
     gone = device.start(poison)
     assert device.ask(lambda: device.transfers.wait(gone)) is poison
-    broken = Pending(torch.ones(2), 8, 4, ("move", 7), "broken")
+    broken = Pending(torch.ones(2), 8, 4, ("move", 7), "broken", CpuEvent(is_done=False))
 
     def break_down(value: Blob | None) -> Blob | None:
         raise RuntimeError("broken")
@@ -199,7 +199,7 @@ def test_poison_goes_through_and_what_breaks_becomes_poison(device):
 
 
 def test_an_ended_session_ends_the_waits_for_its_transfers(device):
-    ended = Pending(torch.ones(2), 8, 4, ("move", 7), "ended")
+    ended = Pending(torch.ones(2), 8, 4, ("move", 7), "ended", CpuEvent(is_done=False))
 
     def end(value: Blob | None) -> Blob | None:
         raise SessionEnded
@@ -240,7 +240,7 @@ def test_a_transfer_that_does_not_end_is_named(monkeypatch):
     device = Device(timeout_s=0.01)
     gate = threading.Event()
     device.gates.append(gate)
-    stuck = Pending(torch.ones(2), 8, 4, ("move", 7), "what never ends")
+    stuck = Pending(torch.ones(2), 8, 4, ("move", 7), "what never ends", CpuEvent(is_done=False))
     device.ask(
         lambda: device.transfers.start(stuck, 1, lambda _: gate.wait(_WAIT_S), lambda _: Poison(FAILURE))
     )
@@ -284,7 +284,7 @@ def test_pending_values_are_counted_from_the_start(device):
 
 def test_poison_reaches_results_that_nobody_has_looked_at(device):
     shared = torch.ones(2)
-    pending = Pending(shared, 8, 4, ("move", 7), "a transfer")
+    pending = Pending(shared, 8, 4, ("move", 7), "a transfer", CpuEvent(is_done=False))
     pending.result = shared
     blobs: Blobs = {1: shared, 2: pending}
     poison = Poison(FAILURE)
