@@ -3,8 +3,9 @@
 Run: ``python -m benchmarks.scale``; ``--profile 512`` shows where the time of a step goes instead. It is the real state
 machine in the real shell, over a link that ends in memory: no sockets, no workers, no torch. A *step* is one captured
 call of 1,000 ops on all devices; it costs what the controller does from the client's message until it has told the
-client that all nodes are done. The last rows are what one message costs on a real socket, which comes on top. Times are
-those of the processor in the controller's thread, so that other processes disturb them little.
+client that all nodes are done. From 17 nodes on it goes through a relay of nodes with eight below each; what a node in
+the middle does for a step is a row of its own. The last rows are what one message costs on a real socket, which comes
+on top. Times are those of the processor in the controller's thread, so that other processes disturb them little.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dtorch_runtime.node.state import NodeConfig, NodeState
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.base import Frames as SentFrames, Message as Frames, OnPeerMessage
 from dtorch_runtime.transport.zeromq import ZmqClientLink, ZmqServerLink
-from dtorch_runtime.wire.codec import decode_to_client, encode
+from dtorch_runtime.wire.codec import decode_to_client, decode_to_node, encode
 from dtorch_runtime.wire.messages import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -44,6 +45,11 @@ from dtorch_runtime.wire.messages import (
     NodeHello,
     NodeWelcome,
     Ops,
+    RelayBegin,
+    RelayDone,
+    Relayed,
+    RelayHello,
+    RelayMember,
     SessionOpened,
     Subgraph,
     Welcome,
@@ -74,6 +80,9 @@ class CountingLink:
         self.num_messages = 0
         self.num_bytes = 0
         self.to_client: list[Frames] = []
+        #: The nodes that were sent work, which has a payload, since this was emptied, and the last of it.
+        self.reached: list[bytes] = []
+        self.to_node: Frames = []
         self.receive: OnPeerMessage = lambda peer, frames: None
 
     def start(self, on_message: OnPeerMessage) -> None:
@@ -84,6 +93,9 @@ class CountingLink:
         self.num_bytes += sum(map(len, frames))
         if peer == _CLIENT:
             self.to_client.append(list(frames))
+        elif len(frames) > 1:
+            self.reached.append(peer)
+            self.to_node = frames  # type: ignore[assignment]  # a list
         return True
 
     async def drain(self, max_unsent_bytes: int, timeout_s: float) -> None:
@@ -151,15 +163,18 @@ class Cluster:
 
     def _issue(self, words: list[int]) -> float:
         self.seq += 1
+        self.link.reached.clear()
         return self._take(_CLIENT, [encode(Ops(seq=self.seq, graph_id=1)), pack(words)])
 
     def done(self, seq: int) -> float:
-        """Every node says that it is done up to ``seq``; the client must be told so, once."""
-        frames: Frames = [encode(Done(session=self.session, seq=seq))]
+        """Every node says that it is done up to ``seq``, those below others to them; the client must be told, once."""
+        reached = set(self.link.reached)
+        frames: Frames = [encode(_done(decode_to_node(self.link.to_node[0]), self.session, seq))]
         self.link.to_client.clear()
         receive = self.link.receive
+        order = [peer for peer in self._order if peer in reached]
         start = time.thread_time()
-        for peer in self._order:
+        for peer in order:
             receive(peer, frames)
         elapsed_s = time.thread_time() - start
         (credit,) = self.link.to_client
@@ -179,7 +194,15 @@ def _node_hello(peer: bytes) -> NodeHello:
         device_type="cpu",
         num_devices=DEVICES_PER_NODE,
         data_endpoint=f"tcp://{name}:5555",
+        relay_endpoint=f"tcp://{name}:5556",
     )
+
+
+def _done(told: object, session: int, seq: int) -> Done | RelayDone:
+    """What a node says when it, and all below it, are done with what it was told."""
+    if isinstance(told, Relayed):
+        return RelayDone(relay=told.relay, session=session, seq=seq)
+    return Done(session=session, seq=seq)
 
 
 def _template(template_id: int, op: str, body: BodyRecord | None, num_scalars: int) -> TemplateRecord:
@@ -212,8 +235,8 @@ def _step(template_id: int) -> TemplateRecord:
     return _template(template_id, "dtorch::captured", BodyRecord(words, STEP_OPS - 1), 1)
 
 
-def seqs_told(num_messages: int) -> list[int]:
-    """Of which messages a real node reports that it is done, when it has as many and completes them one by one."""
+def _real_node() -> NodeState:
+    """A node that has joined, with one session."""
     node = NodeState(
         NodeConfig(
             name="node",
@@ -228,6 +251,44 @@ def seqs_told(num_messages: int) -> list[int]:
     )
     node.handle(events.Received(message=NodeWelcome(devices=[0], nodes=[], heartbeat_endpoint="")))
     node.handle(events.Received(message=SessionOpened(session=1)))
+    return node
+
+
+def inner_node_us(repeats: int) -> float:
+    """What a real node with one above it and eight below does for a step that is waited for, without sockets."""
+    node, peer = _real_node(), b"parent"
+    below = [RelayMember(f"child{index}", "tcp://child:1") for index in range(Settings().relay_fanout)]
+    begin = RelayBegin(relay=1, position=8, has_parent=True, children=below)
+    node.handle(events.Received(message=begin))
+    hello = RelayHello(session_key=_KEY, relay=1)
+    node.handle(events.ReceivedFromParent(peer=peer, message=hello))
+    seq = 0
+
+    def step() -> float:
+        nonlocal seq
+        seq += 1
+        header = encode(Subgraph(session=1, seq=seq))
+        relayed = Relayed(relay=1, number=seq, after={})
+        come = events.ReceivedFromParent(peer=peer, message=relayed, frames=(header, b""))
+        told = [
+            events.ReceivedFromChild(name=child.name, message=RelayDone(relay=1, session=1, seq=seq))
+            for child in below
+        ]
+        start = time.thread_time()
+        node.handle(come)
+        node.handle(events.Reported(events=[Completed(session=1, seq=seq)]))
+        actions = [action for event in told for action in node.handle(event)]
+        elapsed_s = time.thread_time() - start
+        if [type(action) for action in actions] != [events.SendUp]:
+            raise RuntimeError("the node did not report the step once")
+        return elapsed_s
+
+    return median_us(step, repeats)
+
+
+def seqs_told(num_messages: int) -> list[int]:
+    """Of which messages a real node reports that it is done, when it has as many and completes them one by one."""
+    node = _real_node()
     for seq in range(1, num_messages + 1):
         node.handle(events.Received(message=Subgraph(session=1, seq=seq), frames=(b"",)))
     completed = [Completed(session=1, seq=seq) for seq in range(1, num_messages + 1)]
@@ -288,8 +349,8 @@ def measure(num_nodes: int, repeats: int = REPEATS) -> Costs:
         define=define_us,
         yardstick=yardstick_us(),
         num_sent=link.num_messages,
-        num_read=1 + num_nodes,
-        num_read_ahead=1 + num_nodes * len(told) / AHEAD,
+        num_read=1 + len(link.reached),
+        num_read_ahead=1 + len(link.reached) * len(told) / AHEAD,
         num_bytes=link.num_bytes,
     )
 
@@ -346,7 +407,7 @@ async def _exchange(server: ZmqServerLink, client: ZmqClientLink, num_messages: 
     return sent_s / num_messages * 1e6, received_s / num_messages * 1e6
 
 
-def rows_of(costs: dict[int, Costs], sockets_us: tuple[float, float]) -> list[Row]:
+def rows_of(costs: dict[int, Costs], sockets_us: tuple[float, float], inner_us: float) -> list[Row]:
     """The table. Growth is held against that of the logarithm of the number of nodes."""
     rows = []
     for num_nodes, cost in costs.items():
@@ -373,6 +434,7 @@ def rows_of(costs: dict[int, Costs], sockets_us: tuple[float, float]) -> list[Ro
     )
     peers = {YARDSTICK: costs[many].yardstick}
     rows += [
+        Row("step, waited for, in a node with 8 below it", "us", inner_us, peers),
         Row("socket: sending a message to a node", "us", sockets_us[0], peers),
         Row("socket: reading a message of a node", "us", sockets_us[1], peers),
     ]
@@ -409,7 +471,7 @@ def main() -> None:
         costs, sockets_us = asyncio.run(_measure_all(f"ipc://{folder}/scale.sock"))
     if "torch" in sys.modules:
         raise RuntimeError("the controller imported torch")
-    report("scale", rows_of(costs, sockets_us))
+    report("scale", rows_of(costs, sockets_us, inner_node_us(REPEATS)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 import msgspec
@@ -31,6 +31,7 @@ from dtorch_runtime.errors import ClusterTimeout, DTorchError, HandshakeError, S
 from dtorch_runtime.node.agent import ExecutorFactory, NodeAgent
 from dtorch_runtime.node.events import Leave
 from dtorch_runtime.node.executor import Executor, ReportEvent
+from dtorch_runtime.node.relay_links import RelayLinks
 from dtorch_runtime.node.state import NodeConfig
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.base import ClientLink
@@ -205,6 +206,7 @@ class Process:
     def _new_agent(self, link: ClientLink, *, has_heartbeats: bool) -> NodeAgent:
         config = self._config
         data_endpoint = config.data_endpoint or derived_data_endpoint(config.endpoint, config.node_name)
+        relay_links = self._relay_links(data_endpoint)
         node = NodeConfig(
             name=config.node_name,
             host=socket.gethostname(),
@@ -214,6 +216,7 @@ class Process:
             data_endpoint=data_endpoint,
             session_key=self._session_key,
             chunk_bytes=self._settings.chunk_bytes,
+            relay_endpoint=relay_links.endpoint,
             check=self._settings.check,
         )
         return NodeAgent(
@@ -223,7 +226,18 @@ class Process:
             settings=self._settings,
             has_heartbeats=has_heartbeats,
             keys=self._keys,
+            relay_links=relay_links,
         )
+
+    def _relay_links(self, data_endpoint: str) -> RelayLinks:
+        keys = None if self._keys is None else self._keys.among_clients()
+        timeout_s = self._settings.start_timeout_s
+
+        def connect(address: str) -> Awaitable[ClientLink]:
+            return ZmqClientLink.connect(address, keys=keys, timeout_s=timeout_s)
+
+        server = ZmqServerLink(derived_relay_endpoint(data_endpoint), keys=keys)
+        return RelayLinks(server, connect, self._settings.heartbeat_interval_s)
 
     def _executor_factory(self, data_endpoint: str) -> ExecutorFactory:
         config = self._config
@@ -274,6 +288,14 @@ def derived_data_endpoint(endpoint: str, node_name: str) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def derived_relay_endpoint(data_endpoint: str) -> str:
+    """Where an agent binds what relays use: beside its data plane, or any port of the same host."""
+    parsed = parse_endpoint(data_endpoint)
+    if parsed.scheme == "ipc":
+        return f"{data_endpoint}-relay"
+    return f"tcp://{f'[{parsed.host}]' if parsed.is_ipv6 else parsed.host}:*"
 
 
 def _read_config() -> ProcessConfig:

@@ -47,6 +47,10 @@ class Settings:
     batch_ops: int = 256
     #: Age at which a batch leaves although nobody waits, in seconds.
     batch_age_s: float = 0.002
+    #: From so many nodes on, what goes to all of them is passed on from node to node.
+    relay_min_nodes: int = 17
+    #: Nodes that the controller, and each node, passes it on to.
+    relay_fanout: int = 8
     #: Bytes of one frame of tensor data.
     chunk_bytes: int = 1024 * 1024
     #: Intra-op threads of each worker; 0 divides the machine's cores among the workers.

@@ -25,7 +25,8 @@ from dtorch_runtime.controller.events import (
     StopAsked,
     WatchBeats,
 )
-from dtorch_runtime.controller.state import ControllerConfig, ControllerState
+from dtorch_runtime.controller.handshake import ControllerConfig
+from dtorch_runtime.controller.state import ControllerState
 from dtorch_runtime.errors import ClusterTimeout, TransportError
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.tape import SessionTapes
@@ -109,6 +110,8 @@ class ControllerServer:
                 heartbeat_endpoint=self._heartbeats.endpoint if self._heartbeats else "",
                 started_s=time.monotonic(),
                 check=settings.check,
+                relay_min_nodes=settings.relay_min_nodes,
+                relay_fanout=settings.relay_fanout,
             )
         )
 

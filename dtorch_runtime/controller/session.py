@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from dtorch_runtime.controller.fanout import Fanout, Group
 from dtorch_runtime.controller.membership import Node
 from dtorch_runtime.controller.planning import plan_batch, route_of_template
 from dtorch_runtime.ir.graph import GraphError, LogicalGraph, Route, RouteTable, unpack_checked
@@ -31,14 +32,6 @@ class PendingFetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Live nodes that get the same: their numbers, and the peers that they are."""
-
-    nodes: tuple[int, ...]
-    peers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LostDevice:
     """Why a device is gone for this session."""
 
@@ -54,10 +47,18 @@ class Session:
     """
 
     def __init__(
-        self, number: int, peer: int, nodes: Iterable[Node], *, check: bool, passes: Sequence[str] = ()
+        self,
+        number: int,
+        peer: int,
+        nodes: Iterable[Node],
+        fanout: Fanout,
+        *,
+        check: bool,
+        passes: Sequence[str] = (),
     ) -> None:
         self.number = number
         self.peer = peer
+        self._fanout = fanout
         self._check = check
         #: Those that are run over captured calls, and the templates that they made.
         self._passes = passes
@@ -74,13 +75,14 @@ class Session:
         self.node_of_device: dict[int, int] = {}
         #: Devices whose node was lost during the session. None of them is in the table above.
         self.lost_devices: dict[int, LostDevice] = {}
-        #: (seq, nodes that got a part) of messages that are not credited, by rising seq, all above `credited`.
+        #: (seq, nodes that got a part) of messages that are not credited, by rising seq, all above `credited`. What
+        #: went through a relay waits for the relay's keys, negative numbers, in the place of nodes.
         self._in_flight: deque[tuple[int, tuple[int, ...]]] = deque()
-        #: The live nodes that are not done with the first of these. Empty only when there is none.
+        #: The live nodes and keys that are not done with the first of these. Empty only when there is none.
         self._waiting: set[int] = set()
-        #: node number -> seq up to which it is done. Of the nodes above only.
+        #: node number or key -> seq up to which it is done. Of the nodes above and of the present relay only.
         self._done: dict[int, int] = {}
-        #: node number -> seq of the last message that it got.
+        #: node number or key -> seq of the last message that it got directly, or that the relay was given.
         self._sent: dict[int, int] = {}
         self.last_seq = 0
         self._credited = 0
@@ -183,11 +185,13 @@ class Session:
         segments = self.graph.add_ops(message.seq, message.graph_id, frame)
         if len(segments) == 1:
             group = self._group(segments[0].route)
-            self._track(message.seq, group.nodes)
+            self._track(message.seq, self._fanout.keys(group, may_begin=True))
             return [(group, frame)] if group.nodes else []
-        plan = plan_batch(segments, frame, self.nodes)
-        self._track(message.seq, sum((nodes for nodes, _ in plan), ()))
-        return [(self._group_of(nodes), payload) for nodes, payload in plan]
+        plan = [(self._group_of(nodes), part) for nodes, part in plan_batch(segments, frame, self.nodes)]
+        # No relay begins here: it could end the one that carries another of these groups.
+        keys = [self._fanout.keys(group, may_begin=False) for group, _ in plan]
+        self._track(message.seq, sum(keys, ()))
+        return plan
 
     def _group(self, route: Route) -> Group:
         group = self._groups.get(route)
@@ -200,8 +204,8 @@ class Session:
         nodes = tuple(nodes)
         return Group(nodes, tuple(map(self.nodes.__getitem__, nodes)))
 
-    def add_upload(self, message: Upload, num_bytes: int) -> list[tuple[int, Upload]]:
-        """Add a chunk of a value. Returns (node, message for it).
+    def add_upload(self, message: Upload, num_bytes: int) -> list[tuple[Group, Upload]]:
+        """Add a chunk of a value. Returns groups of nodes and the message for each: one for all if a relay can carry it.
 
         Raises:
             GraphError: the chunk does not lie inside the value, or comes out of order.
@@ -218,9 +222,13 @@ class Session:
             if node is not None:
                 devices_of_node.setdefault(node, []).append(device)
         self.graph.add_upload(message.seq, message.value_id, self._routes.to(set(devices_of_node)))
-        self._track(message.seq, tuple(devices_of_node))
+        everybody = self._group_of(sorted(devices_of_node))
+        keys = self._fanout.keys(everybody, may_begin=False)
+        self._track(message.seq, keys)
+        if keys != everybody.nodes:  # each node takes its own devices out of the list
+            return [(everybody, msgspec.structs.replace(message, session=self.number))]
         return [
-            (node, msgspec.structs.replace(message, session=self.number, devices=devices))
+            (self._group_of((node,)), msgspec.structs.replace(message, session=self.number, devices=devices))
             for node, devices in devices_of_node.items()
         ]
 
@@ -238,14 +246,14 @@ class Session:
             self._advance()
 
     def done(self, node: int, seq: int) -> None:
-        """A node is done up to ``seq``.
+        """A node, or with the key of a relay all nodes below it, is done up to ``seq``.
 
         Raises:
             GraphError: it was not given as much.
         """
         if seq > self._sent.get(node, 0):
             raise GraphError(f"message {seq} of session {self.number} was reported done, and never sent")
-        if seq <= self._done[node]:
+        if seq <= self._done.get(node, 0):
             return
         self._done[node] = seq
         if self._in_flight and seq >= self._in_flight[0][0]:
@@ -254,15 +262,40 @@ class Session:
 
     def _advance(self) -> None:
         """Credit the first messages that no node is to be waited for."""
-        in_flight, done = self._in_flight, self._done
+        in_flight = self._in_flight
         before = self._credited
         while in_flight and not self._waiting:
             self._credited, _ = in_flight.popleft()
             if in_flight:
                 seq, nodes = in_flight[0]
-                self._waiting.update([node for node in nodes if node in done and done[node] < seq])
+                self._waiting.update(self._not_done(seq, nodes))
         if self._credited != before:
             self.graph.retire(self._credited)
+
+    def _not_done(self, seq: int, nodes: Iterable[int]) -> list[int]:
+        """Those of these nodes that live, and keys, that are not done with a message."""
+        live, done = self.nodes, self._done
+        return [node for node in nodes if (node < 0 or node in live) and done.get(node, 0) < seq]
+
+    def end_relay(self, keys: Sequence[int], nodes: Sequence[int]) -> None:
+        """A relay is over: each of its ``nodes`` will say itself how far it is, where its ``keys`` were waited for."""
+        last = self._sent.get(keys[0], 0)
+        for key in keys:
+            self._sent.pop(key, None)
+            self._done.pop(key, None)
+        if not last:
+            return
+        for node in nodes:
+            if node in self.nodes:
+                self._sent[node] = max(self._sent[node], last)
+        replaced = set(keys)
+        for index, (seq, waited) in enumerate(self._in_flight):
+            if not replaced.isdisjoint(waited):
+                others = tuple(node for node in waited if node > 0)
+                self._in_flight[index] = (seq, tuple(sorted({*others, *nodes})))
+        if self._in_flight:
+            self._waiting = set(self._not_done(*self._in_flight[0]))
+            self._advance()
 
     def take_credit(self) -> int | None:
         """The seq up to which everything is done, if the client was not told yet."""
@@ -336,18 +369,21 @@ class Session:
         self.graph.validate()
         assert all(node in live_nodes for node in self.nodes)
         numbers = self.nodes.keys()
-        assert set(self.node_of_device.values()) == numbers == self._done.keys() == self._sent.keys()
+        assert set(self.node_of_device.values()) == numbers <= self._done.keys() & self._sent.keys()
+        relay = self._fanout.relay
+        assert {*self._done, *self._sent} <= {*numbers, *(() if relay is None else relay.keys)}
         for route, group in self._groups.items():
             assert group == self._group_of(node for node in route.nodes if node in self.nodes)
         assert not self.node_of_device.keys() & self.lost_devices.keys()
         assert all(fetch.node in self.nodes for fetch in self.fetches.values())
-        assert all(self._done[node] <= self._sent[node] <= self.last_seq for node in self.nodes)
+        assert all(done <= self._sent[node] for node, done in self._done.items())
+        assert all(sent <= self.last_seq for sent in self._sent.values())
         seqs = [seq for seq, _ in self._in_flight]
         assert seqs == sorted(set(seqs))
         assert all(self._credited < seq <= self.last_seq for seq in seqs)
         assert self._credit_told <= self._credited <= self.last_seq
         seq, nodes = self._in_flight[0] if self._in_flight else (0, ())
-        waiting = {node for node in nodes if node in self._done and self._done[node] < seq}
+        waiting = set(self._not_done(seq, nodes))
         assert self._waiting == waiting, "it waits for other nodes than those that are not done"
         assert waiting or not self._in_flight, "a message waits for nobody"
         assert all(segment.seq > self._credited for segment in self.graph.pending)

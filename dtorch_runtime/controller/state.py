@@ -7,7 +7,6 @@ A peer that breaks the protocol is refused and ended, alone: nothing that it sen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -28,12 +27,12 @@ from dtorch_runtime.controller.events import (
     StopAsked,
     WatchBeats,
 )
+from dtorch_runtime.controller.fanout import Fanout
+from dtorch_runtime.controller.handshake import ControllerConfig, Violation, check_hello
 from dtorch_runtime.controller.membership import JoinRefused, Membership, Node
 from dtorch_runtime.controller.session import Session
 from dtorch_runtime.ir.graph import GraphError
-from dtorch_runtime.passes.rewrite import PASSES
 from dtorch_runtime.wire.messages import (
-    PROTOCOL_VERSION,
     Answer,
     Ask,
     Asked,
@@ -55,6 +54,8 @@ from dtorch_runtime.wire.messages import (
     OpFailed,
     Ops,
     Refused,
+    RelayBroken,
+    RelayDone,
     SessionEnded,
     SessionOpened,
     Status,
@@ -67,21 +68,6 @@ from dtorch_runtime.wire.messages import (
     tag_of,
 )
 from dtorch_runtime.wire.records import FailureRecord
-
-
-class _Violation(Exception):
-    """A peer sent what the protocol does not allow; the text is what it is told."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerConfig:
-    """What does not change. ``is_session_key`` compares in constant time."""
-
-    is_session_key: Callable[[bytes], bool]
-    heartbeat_endpoint: str
-    started_s: float
-    check: bool = False
-
 
 #: How many payload frames a message has, where that is not none.
 _NUM_FRAMES: dict[type[Message], int] = {Ops: 1, Upload: 1, ValueData: 1}
@@ -105,6 +91,8 @@ class ControllerState:
         self._stop_reason: str | None = None
         self._num_ops_of_ended_sessions = 0
         self._actions: list[Action] = []
+        #: Every message to a node goes through here, but for the last one that it gets.
+        self._fanout = Fanout(config.relay_fanout, config.relay_min_nodes, self.sessions)
         self._now_s = config.started_s
         self._from_strangers: dict[type[Message], _Handler] = {
             ClientHello: self._on_client_hello,
@@ -127,13 +115,15 @@ class ControllerState:
             FetchFailed: self._on_fetch_failed,
             OpFailed: self._on_op_failed,
             Answer: self._on_answer,
+            RelayDone: self._on_relay_done,
+            RelayBroken: self._on_relay_broken,
             NodeBye: self._on_node_bye,
         }
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event; ``now_s`` is a monotonic clock. Returns what is to be done, in order."""
         actions: list[Action] = []
-        self._actions = actions
+        self._actions = self._fanout.actions = actions
         self._now_s = now_s
         if type(event) is Received:
             self._on_received(event)
@@ -164,6 +154,7 @@ class ControllerState:
     def validate(self) -> None:
         """Check the invariants that the attributes state."""
         self.membership.validate()
+        self._fanout.validate([node.peer for node in self.membership])
         numbers = {node.number for node in self.membership}
         for session in self.sessions.values():
             session.validate(numbers)
@@ -188,19 +179,18 @@ class ControllerState:
             if kind in _FROM_ANYBODY:
                 handler, who = self._from_strangers[kind], None
             if handler is None:
-                raise _Violation(_unexpected(message, who))
+                raise Violation(_unexpected(message, who))
             if len(event.frames) != _NUM_FRAMES.get(kind, 0):
-                raise _Violation(f"{tag_of(message)} came with {len(event.frames)} payload frames")
+                raise Violation(f"{tag_of(message)} came with {len(event.frames)} payload frames")
             handler(event.peer if who is None else who, message, event.frames)
-        except (_Violation, GraphError) as violation:
+        except (Violation, GraphError) as violation:
             self._refuse(event.peer, str(violation))
 
     def _send(self, peer: int, message: Message, frames: Sequence[Any] = ()) -> None:
-        self._actions.append(Send(peers=(peer,), message=message, frames=frames))
+        self._fanout.send((peer,), message, frames)
 
-    def _broadcast(self, peers: Sequence[int], message: Message) -> None:
-        if peers:
-            self._actions.append(Send(peers=tuple(peers), message=message))
+    def _broadcast(self, peers: Sequence[int], message: Message, session: int = 0) -> None:
+        self._fanout.send(tuple(peers), message, session=session)
 
     def _refuse(self, peer: int, reason: str) -> None:
         who = self._peers.get(peer)
@@ -213,26 +203,16 @@ class ControllerState:
 
     # ---- strangers ----
 
-    def _check_key(self, message: ClientHello | NodeHello | StatusRequest | StopCluster) -> None:
-        if message.version != PROTOCOL_VERSION:
-            raise _Violation(
-                f"the controller speaks version {PROTOCOL_VERSION} of the protocol, you speak {message.version}; "
-                f"install the same version of dtorch on both sides"
-            )
-        if not self._config.is_session_key(message.session_key):
-            raise _Violation("the session key is not this cluster's; use the key files made for it")
-        if self._stop_reason is not None:
-            raise _Violation(f"the cluster is closing: {self._stop_reason}")
+    def _check_hello(self, message: ClientHello | NodeHello | StatusRequest | StopCluster) -> None:
+        check_hello(self._config, message, self._stop_reason)
 
     def _on_client_hello(self, peer: int, message: ClientHello, frames: Sequence[Any]) -> None:
-        self._check_key(message)
-        if not set(message.passes) <= set(PASSES):
-            raise _Violation(
-                f"the passes of this controller are {', '.join(PASSES)}, you asked for {message.passes}"
-            )
+        self._check_hello(message)
         self._num_sessions += 1
         number = self._num_sessions
-        session = Session(number, peer, self.membership, check=self._config.check, passes=message.passes)
+        session = Session(
+            number, peer, self.membership, self._fanout, check=self._config.check, passes=message.passes
+        )
         self.sessions[number] = session
         self._peers[peer] = session
         self._actions.append(WatchBeats(peer=peer, beat_name=beat_name(session)))
@@ -248,15 +228,16 @@ class ControllerState:
         self._actions.append(Log(text=f"session {number} opened by process {message.pid} on {message.host}"))
 
     def _on_node_hello(self, peer: int, message: NodeHello, frames: Sequence[Any]) -> None:
-        self._check_key(message)
+        self._check_hello(message)
         old = self.membership.named(message.name)
         if old is not None and (old.record.host, old.record.pid) == (message.host, message.pid):
             self._lose(old.peer, "it connected again")
         try:
             node = self.membership.join(peer, message)
         except JoinRefused as refusal:
-            raise _Violation(str(refusal)) from None
+            raise Violation(str(refusal)) from None
         self._peers[peer] = node
+        self._fanout.add_node(peer, message.name, message.relay_endpoint)
         self._actions.append(WatchBeats(peer=peer, beat_name=beat_name(node)))
         self._send(
             peer,
@@ -285,7 +266,7 @@ class ControllerState:
             self._send(node_peer, DefineTemplates(session=session.number, templates=templates))
 
     def _on_status_request(self, peer: int, message: StatusRequest, frames: Sequence[Any]) -> None:
-        self._check_key(message)
+        self._check_hello(message)
         num_ops = sum(session.graph.num_records for session in self.sessions.values())
         self._send(
             peer,
@@ -298,7 +279,7 @@ class ControllerState:
         )
 
     def _on_stop_cluster(self, peer: int, message: StopCluster, frames: Sequence[Any]) -> None:
-        self._check_key(message)
+        self._check_hello(message)
         self._send(peer, ClusterClosing(reason="it was asked to"))
         self._stop("somebody with the session key asked it to")
 
@@ -306,7 +287,9 @@ class ControllerState:
         if self._stop_reason is not None:
             return
         self._stop_reason = reason
-        self._broadcast(list(self._peers), ClusterClosing(reason=reason))
+        if self._peers:
+            self._actions.append(Send(peers=tuple(self._peers), message=ClusterClosing(reason=reason)))
+        self._fanout.stop()
         for who in list(self._peers.values()):
             self._actions.append(ForgetBeats(beat_name=beat_name(who)))
             self._forget(who)
@@ -317,12 +300,12 @@ class ControllerState:
     def _on_ops(self, session: Session, message: Ops, frames: Sequence[Any]) -> None:
         subgraph = Subgraph(session=session.number, seq=message.seq)
         for group, payload in session.add_ops(message, frames[0]):
-            self._actions.append(Send(peers=group.peers, message=subgraph, frames=(payload,)))
+            self._fanout.send(group.peers, subgraph, (payload,), session=session.number, seq=message.seq)
         self._send_credit(session)
 
     def _on_upload(self, session: Session, message: Upload, frames: Sequence[Any]) -> None:
-        for node, part in session.add_upload(message, memoryview(frames[0]).nbytes):
-            self._send(session.nodes[node], part, frames)
+        for group, part in session.add_upload(message, memoryview(frames[0]).nbytes):
+            self._fanout.send(group.peers, part, frames, session=session.number, seq=message.seq)
         self._send_credit(session)
 
     def _on_fetch(self, session: Session, message: Fetch, frames: Sequence[Any]) -> None:
@@ -347,13 +330,13 @@ class ControllerState:
     def _on_define_mesh(self, session: Session, message: DefineMesh, frames: Sequence[Any]) -> None:
         session.define_mesh(message.mesh)
         sent_on = DefineMesh(session=session.number, mesh=message.mesh)
-        self._broadcast(tuple(session.nodes.values()), sent_on)
+        self._broadcast(tuple(session.nodes.values()), sent_on, session.number)
 
     def _on_define_templates(self, session: Session, message: DefineTemplates, frames: Sequence[Any]) -> None:
         sent_on = DefineTemplates(
             session=session.number, templates=session.define_templates(message.templates)
         )
-        self._broadcast(tuple(session.nodes.values()), sent_on)
+        self._broadcast(tuple(session.nodes.values()), sent_on, session.number)
 
     def _on_ask(self, session: Session, message: Ask, frames: Sequence[Any]) -> None:
         nodes = [node for node in self.membership if node.number in session.nodes]
@@ -389,6 +372,21 @@ class ControllerState:
         session = self._session_of(node, message.session)
         if session is not None:
             session.done(node.number, message.seq)
+            self._send_credit(session)
+
+    def _on_relay_done(self, node: Node, message: RelayDone, frames: Sequence[Any]) -> None:
+        relay, session = self._fanout.relay, self._session_of(node, message.session)
+        if relay is None or relay.number != message.relay or session is None:
+            return
+        if node.peer not in relay.tops:
+            raise Violation(f"it reports for relay {message.relay}, which has others at its top")
+        relay.reached(-node.number, message.session, message.seq)
+        session.done(-node.number, message.seq)
+        self._send_credit(session)
+
+    def _on_relay_broken(self, node: Node, message: RelayBroken, frames: Sequence[Any]) -> None:
+        self._fanout.broken(node.peer, message.relay, f"node {node.name}: {message.reason}")
+        for session in self.sessions.values():
             self._send_credit(session)
 
     def _on_value_data(self, node: Node, message: ValueData, frames: Sequence[Any]) -> None:
@@ -430,6 +428,8 @@ class ControllerState:
             self._forget(who)
             if isinstance(who, Session):
                 self._broadcast(tuple(who.nodes.values()), SessionEnded(session=who.number))
+                if self._fanout.relay is not None:
+                    self._fanout.relay.forget_session(who.number)
             else:
                 self._tell_of_lost_node(who, reason)
         self._actions.append(ForgetPeer(peer=peer))
@@ -444,6 +444,7 @@ class ControllerState:
             self.membership.leave(who.number)
 
     def _tell_of_lost_node(self, node: Node, reason: str) -> None:
+        self._fanout.lose_node(node.peer)
         down = NodeDown(name=node.name, devices=node.record.devices, reason=reason)
         # Nodes first: what waits there for the lost devices is to fail before the client can ask for more.
         self._broadcast([other.peer for other in self.membership], down)

@@ -28,6 +28,7 @@ from dtorch_runtime.node.events import (
     ExecutorCall,
     Joined,
     Leave,
+    LinkRelay,
     OpenSession,
     PeerNodeJoined,
     PeerNodeLost,
@@ -35,11 +36,14 @@ from dtorch_runtime.node.events import (
     Reported,
     RunOps,
     Send,
+    SendDown,
+    SendUp,
     StartFetch,
     TakeQuestion,
     TakeUpload,
 )
 from dtorch_runtime.node.executor import Executor, ExecutorEvent, Replied, ReportEvent
+from dtorch_runtime.node.relay_links import RelayLinks
 from dtorch_runtime.node.state import NodeConfig, NodeState
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.tape import SessionTapes
@@ -63,6 +67,7 @@ class NodeAgent:
         link: connected to the controller, not started; closed at the end.
         has_heartbeats: whether to send them; an agent in the controller's own process does not.
         keys: needed where the heartbeats of the controller are on another machine.
+        relay_links: to take part in relays, at ``config.relay_endpoint``; closed at the end.
     """
 
     def __init__(
@@ -74,12 +79,14 @@ class NodeAgent:
         settings: Settings,
         has_heartbeats: bool,
         keys: CurveKeys | None = None,
+        relay_links: RelayLinks | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._config = config
         self._settings = settings
         self._link = link
         self._keys = keys
+        self._relay_links = relay_links
         self._has_heartbeats = has_heartbeats
         self._heartbeats: HeartbeatClient | None = None
         self._executor_factory = executor_factory
@@ -112,6 +119,8 @@ class NodeAgent:
         """
         threading.Thread(target=self._make_executor, name="dtorch-make-executor", daemon=True).start()
         self._link.start(self._on_message)
+        if self._relay_links is not None:
+            self._relay_links.start(self._handle)
         self._handle(Connected())
         late = self._loop.call_later(self._settings.start_timeout_s, self._on_late)
         try:
@@ -136,6 +145,8 @@ class NodeAgent:
 
     async def _close(self) -> None:
         self._link.close(flush_s=1.0)
+        if self._relay_links is not None:
+            await self._relay_links.close()
         if self._heartbeats is not None:
             await asyncio.to_thread(self._heartbeats.close)
         self._is_closed = True
@@ -241,6 +252,9 @@ class NodeAgent:
                 self._link.send([encode(action.message), *action.frames])
             except TransportError as error:
                 self._events.append(ConnectionLost(reason=str(error)))
+        elif isinstance(action, SendDown | SendUp | LinkRelay):
+            if self._relay_links is not None:
+                self._relay_links.act(action)
         elif isinstance(action, Leave):
             self._joined.set()
             if not self._ended.done():

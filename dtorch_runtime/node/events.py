@@ -8,7 +8,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from dtorch_runtime.node.executor import ExecutorEvent
-from dtorch_runtime.wire.messages import Message, ToNode, Upload
+from dtorch_runtime.wire.messages import (
+    FromChild,
+    FromParent,
+    Message,
+    RelayMember,
+    ToNode,
+    Upload,
+)
 from dtorch_runtime.wire.records import MeshRecord, NodeRecord, Question, TemplateRecord
 
 # ---- events ----
@@ -23,6 +30,32 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
     message: ToNode
     frames: Sequence[Any] = ()
+
+
+class ReceivedFromParent(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoded message of another node, on the connection ``peer`` that it made to this one."""
+
+    peer: bytes
+    message: FromParent
+    frames: Sequence[Any] = ()
+
+
+class ReceivedFromChild(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoded message of the node ``name`` below this one."""
+
+    name: str
+    message: FromChild
+
+
+class RelayLinkFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the relay cannot be reached, or does not read, or sends what is no message."""
+
+    relay: int
+    reason: str
+
+
+class Ticked(msgspec.Struct, frozen=True, kw_only=True):
+    """A heartbeat interval has passed, while the node has a seat in a relay."""
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +82,18 @@ class CloseAsked(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Event: TypeAlias = Connected | Received | Reported | ConnectionLost | ExecutorBroke | CloseAsked
+Event: TypeAlias = (
+    Connected
+    | Received
+    | ReceivedFromParent
+    | ReceivedFromChild
+    | RelayLinkFailed
+    | Ticked
+    | Reported
+    | ConnectionLost
+    | ExecutorBroke
+    | CloseAsked
+)
 
 # ---- actions ----
 
@@ -59,6 +103,27 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
     message: Message
     frames: Sequence[Any] = ()
+
+
+class LinkRelay(msgspec.Struct, frozen=True, kw_only=True):
+    """Close the connections to the nodes below, and connect to these; tick while ``relay`` is not 0."""
+
+    relay: int
+    children: tuple[RelayMember, ...]
+
+
+class SendDown(msgspec.Struct, frozen=True, kw_only=True):
+    """Send a message to every node below; before a connection is there it waits in line."""
+
+    message: Message
+    frames: Sequence[Any] = ()
+
+
+class SendUp(msgspec.Struct, frozen=True, kw_only=True):
+    """Send a message to the node above, which has made the connection ``peer``."""
+
+    peer: bytes
+    message: Message
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,4 +230,4 @@ ExecutorCall: TypeAlias = (
     | StartFetch
     | TakeQuestion
 )
-Action: TypeAlias = Send | Leave | ExecutorCall
+Action: TypeAlias = Send | SendDown | SendUp | LinkRelay | Leave | ExecutorCall

@@ -7,13 +7,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from dtorch_runtime.errors import TransportError
-from dtorch_runtime.wire.messages import Message, ToClient, ToController, ToNode
+from dtorch_runtime.wire.messages import FromChild, FromParent, Message, ToClient, ToController, ToNode
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
 _to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
+_from_parent: msgspec.msgpack.Decoder[FromParent] = msgspec.msgpack.Decoder(FromParent)
+_from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
 
 
 class MalformedMessage(TransportError):
@@ -50,6 +52,24 @@ def decode_to_node(frame: Any) -> ToNode:
         MalformedMessage: it is not one of a node's messages.
     """
     return _decode(_to_node, frame)
+
+
+def decode_from_parent(frame: Any) -> FromParent:
+    """A header frame that came from the node above in a relay, or from who says so.
+
+    Raises:
+        MalformedMessage: it is not one of those messages.
+    """
+    return _decode(_from_parent, frame)
+
+
+def decode_from_child(frame: Any) -> FromChild:
+    """A header frame that came from a node below in a relay.
+
+    Raises:
+        MalformedMessage: it is not one of those messages.
+    """
+    return _decode(_from_child, frame)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: Any) -> _T:

@@ -21,7 +21,7 @@ from dtorch_runtime.wire.records import (
 )
 
 #: Raised by one whenever a message changes. Both sides must have the same.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -133,6 +133,8 @@ class NodeHello(Message, frozen=True, kw_only=True, tag="node_hello"):
     device_type: str
     num_devices: int
     data_endpoint: str
+    #: Where other agents reach it to pass the controller's messages on; empty for a node that takes no part in that.
+    relay_endpoint: str = ""
 
 
 class Done(Message, frozen=True, kw_only=True, tag="done"):
@@ -180,6 +182,24 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     request_id: int
     node: str = ""
     reply: Reply
+
+
+class RelayDone(Message, frozen=True, kw_only=True, tag="relay_done"):
+    """The sender, and all nodes below it in the relay, finished every relayed message of the session up to ``seq``.
+
+    Also sent from a node to the one above it.
+    """
+
+    relay: int
+    session: int
+    seq: int
+
+
+class RelayBroken(Message, frozen=True, kw_only=True, tag="relay_broken"):
+    """Messages of the relay do not reach the sender, or those below it."""
+
+    relay: int
+    reason: str
 
 
 class NodeBye(Message, frozen=True, kw_only=True, tag="node_bye"):
@@ -277,6 +297,69 @@ class Subgraph(Message, frozen=True, kw_only=True, tag="subgraph"):
     seq: int
 
 
+class RelayMember(msgspec.Struct, frozen=True, array_like=True):
+    """A node to pass messages on to."""
+
+    name: str
+    endpoint: str
+
+
+class RelayBegin(Message, frozen=True, kw_only=True, tag="relay_begin"):
+    """The node is member ``position`` of a relay, and passes its messages on to ``children``.
+
+    A node with a parent gets them from there, the others from the controller.
+    """
+
+    relay: int
+    position: int
+    has_parent: bool
+    children: list[RelayMember]
+
+
+class RelayMark(Message, frozen=True, kw_only=True, tag="relay_mark"):
+    """What the controller sends directly from here on comes after the relayed message ``number``."""
+
+    relay: int
+    number: int
+
+
+class RelayEnd(Message, frozen=True, kw_only=True, tag="relay_end"):
+    """The relay is over. Whatever of it the node may lack, up to ``number``, was sent before this."""
+
+    relay: int
+    number: int
+
+
+class Relayed(Message, frozen=True, kw_only=True, tag="relayed"):
+    """A message for all members, numbered from 1 without gaps. Payload: its header frame, then its own payload.
+
+    Without payload it only takes its number. Also sent from a node to those below it.
+    """
+
+    relay: int
+    number: int
+    #: Position -> messages that the controller sent directly to that member since the relay began and that come
+    #: before this one. Only of members that were sent any since the number before.
+    after: dict[int, int]
+
+
+# ---- to a node, from the node above it in a relay ----
+
+
+class RelayHello(Message, frozen=True, kw_only=True, tag="relay_hello"):
+    """First message on a connection between nodes."""
+
+    session_key: bytes
+    relay: int
+
+
+class RelayBeat(Message, frozen=True, kw_only=True, tag="relay_beat"):
+    """A sign of life, with the number of the last message that was passed on."""
+
+    relay: int
+    number: int
+
+
 ToController: TypeAlias = (
     ClientHello
     | DefineMesh
@@ -294,6 +377,8 @@ ToController: TypeAlias = (
     | FetchFailed
     | OpFailed
     | Answer
+    | RelayDone
+    | RelayBroken
     | NodeBye
 )
 ToClient: TypeAlias = (
@@ -324,4 +409,11 @@ ToNode: TypeAlias = (
     | NodeJoined
     | NodeDown
     | ClusterClosing
+    | RelayBegin
+    | RelayMark
+    | RelayEnd
+    | Relayed
 )
+#: From the node above in a relay, and from those below.
+FromParent: TypeAlias = RelayHello | RelayBeat | Relayed
+FromChild: TypeAlias = RelayDone

@@ -62,6 +62,8 @@ class ProgramClient(SimClient):
         self.rng = sim.rng
         self.num_actions = num_actions
         self.max_outstanding = _MAX_OUTSTANDING
+        #: Its first mesh has every device.
+        self.is_wide = False
         self.session = 0
         self.seq = 0
         self.credited = 0
@@ -111,6 +113,8 @@ class ProgramClient(SimClient):
         """A mesh over some of the devices that there were ever, and the templates on it."""
         devices = sorted({device for ids in self.nodes.values() for device in ids})
         chosen = self.rng.sample(devices, self.rng.randrange(1, len(devices) + 1))
+        if self.is_wide and not self.meshes:
+            chosen = devices
         record = mesh(len(self.meshes) + 1, chosen)
         self.meshes.append(record)
         number = 100 * record.mesh_id

@@ -14,7 +14,8 @@ from dtorch_runtime.controller.events import (
     Received,
     Send,
 )
-from dtorch_runtime.controller.state import ControllerConfig, ControllerState
+from dtorch_runtime.controller.handshake import ControllerConfig
+from dtorch_runtime.controller.state import ControllerState
 from dtorch_runtime.ir.stream import FREE, pack
 from dtorch_runtime.wire.messages import (
     PROTOCOL_VERSION,
