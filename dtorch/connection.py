@@ -88,9 +88,7 @@ class Session:
         self.next_graph_id: Callable[[], int] = itertools.count(1).__next__
         #: Guards what follows, and the order of numbered messages on the link.
         self._changed = threading.Condition(threading.Lock())
-        self._state = SessionState(
-            welcome.nodes, max_ops=settings.max_outstanding_ops, max_bytes=settings.max_outstanding_bytes
-        )
+        self._state = SessionState.with_settings(welcome.nodes, settings)
         self._waiting: dict[int, ClusterFuture[Any]] = {}
         definitions = Definitions(self)
         self.define_mesh = definitions.define_mesh
@@ -193,18 +191,18 @@ class Session:
         if self._end is not None:
             raise self._end()
 
-    def has_room(self, num_ops: int) -> bool:
+    def has_room(self, num_ops: int, graph_id: int = 0) -> bool:
         """Whether a batch may be sent without waiting."""
-        return self._end is None and self._state.has_room(num_ops, 0)
+        return self._end is None and self._state.has_room(num_ops, 0, graph_id)
 
-    def wait_for_room(self, num_ops: int, num_bytes: int) -> None:
+    def wait_for_room(self, num_ops: int, num_bytes: int, graph_id: int = 0) -> None:
         """Block while too much is outstanding.
 
         Raises:
             ClusterTimeout: no progress for ``wait_timeout_s``.
             ControllerLost, SessionClosed, ForkError: the session is over.
         """
-        if self._end is None and self._state.has_room(num_ops, num_bytes):
+        if self._end is None and self._state.has_room(num_ops, num_bytes, graph_id):
             return
         limit_s = self.settings.wait_timeout_s
         self._receiver.need()
@@ -213,16 +211,12 @@ class Session:
             seen, deadline_s = state.acknowledged_seq, time.monotonic() + limit_s
             while True:
                 self.check_open()
-                if state.has_room(num_ops, num_bytes):
+                if state.has_room(num_ops, num_bytes, graph_id):
                     return
                 if state.acknowledged_seq != seen:
                     seen, deadline_s = state.acknowledged_seq, time.monotonic() + limit_s
                 if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
-                    raise ClusterTimeout(
-                        "room for more ops",
-                        limit_s,
-                        f"{state.num_ops} ops and {state.num_bytes} bytes are outstanding, and none finished",
-                    )
+                    raise ClusterTimeout("room for more ops", limit_s, state.why_no_room())
 
     def batch_begun(self) -> None:
         """A graph has ops to send from now on."""
@@ -235,8 +229,8 @@ class Session:
         start_ns = time.monotonic_ns()
         with self._changed:
             self.check_open()
-            seq = self._state.issue(num_ops, 0)
-            self._send(Ops(seq=seq, graph_id=graph_id), frame)
+            seq = self._state.issue(num_ops, 0, graph_id)
+            self._send(Ops(seq=seq, graph_id=graph_id, num_ops=num_ops), frame)
             self.counts.num_ops += num_ops
             self.counts.num_batches += 1
         if self.tape is not None:

@@ -258,7 +258,7 @@ class Graph:
             self.free_dropped()
         if not self.words:
             return
-        self.session.wait_for_room(self.num_ops, 0)
+        self.session.wait_for_room(self.num_ops, 0, self.graph_id)
         with DeferredInterrupts():
             self._send_now()
 
@@ -291,7 +291,7 @@ class Graph:
             return True  # its thread is issuing right now
         try:
             is_due = self.started_s <= than_s if self.words else bool(self.dropped)
-            if is_due and self.session.has_room(self.num_ops):
+            if is_due and self.session.has_room(self.num_ops, self.graph_id):
                 if self.dropped:
                     self.free_dropped()
                 self._send_now()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from dtorch_runtime.settings import Settings
 from dtorch_runtime.wire.messages import (
     Answer,
     Asked,
@@ -123,20 +124,32 @@ class _Incoming:
     num_received_bytes: int = 0
 
 
+#: A graph that has sent nothing among so many messages shares the room for ops with no other.
+_RECENT_MESSAGES = 1024
+#: From so many graphs on, those that are not recent are forgotten.
+_MAX_LAST = 2 * _RECENT_MESSAGES
+
+
 class SessionState:
     """Credits, fetches, syncs, failures and the node table of one session."""
 
-    def __init__(self, nodes: Sequence[NodeRecord], *, max_ops: int, max_bytes: int) -> None:
+    def __init__(
+        self, nodes: Sequence[NodeRecord], *, max_ops: int, max_bytes: int, shared_window_ops: int = 2_048
+    ) -> None:
         self._max_ops = max_ops
         self._max_bytes = max_bytes
+        self._shared_window_ops = shared_window_ops
         #: Last message that was numbered. #: acknowledged_seq <= seq
         self.seq = 0
         self.acknowledged_seq = 0
-        #: (seq, ops, bytes) of numbered messages without a credit, seqs rising.
-        self._outstanding: deque[tuple[int, int, int]] = deque()
-        #: Sums over ``_outstanding``.
+        #: (seq, ops, bytes, graph) of numbered messages without a credit, seqs rising. Uploads are of graph 0.
+        self._outstanding: deque[tuple[int, int, int, int]] = deque()
+        #: Sums over ``_outstanding``; the ops also by graph, of those that have any.
         self.num_ops = 0
         self.num_bytes = 0
+        self._ops_of_graph: dict[int, int] = {}
+        #: graph -> its last message; some graphs that are not recent are among them.
+        self._last_of_graph: dict[int, int] = {}
         self.nodes: dict[str, NodeRecord] = {node.name: node for node in nodes}
         #: Why each device of a lost node is gone.
         self.lost: dict[int, FailureRecord] = {}
@@ -154,20 +167,54 @@ class SessionState:
         #: Why the session is over, or None.
         self.gone: str | None = None
 
+    @classmethod
+    def with_settings(cls, nodes: Sequence[NodeRecord], settings: Settings) -> SessionState:
+        """A new one, with the bounds that the settings name."""
+        return cls(
+            nodes,
+            max_ops=settings.max_outstanding_ops,
+            max_bytes=settings.max_outstanding_bytes,
+            shared_window_ops=settings.shared_window_ops,
+        )
+
     # ---- what the client does ----
 
-    def has_room(self, num_ops: int, num_bytes: int) -> bool:
-        """Whether a message with so much work may be sent now. A single too large one may go alone."""
+    def has_room(self, num_ops: int, num_bytes: int, graph_id: int = 0) -> bool:
+        """Whether a message with so much work may be sent now. A single too large one may go alone.
+
+        Everything is run in the order in which it is sent. So while several graphs issue ops, each is held to a
+        smaller number of its own: what one of them waits for are the others' ops that are under way.
+        """
         if not self._outstanding:
             return True
+        of_graph = self._ops_of_graph.get(graph_id, 0) if graph_id else 0
+        if of_graph and of_graph + num_ops > self._shared_window_ops and self._has_company(graph_id):
+            return False
         return self.num_ops + num_ops <= self._max_ops and self.num_bytes + num_bytes <= self._max_bytes
 
-    def issue(self, num_ops: int, num_bytes: int) -> int:
+    def why_no_room(self) -> str:
+        """What takes the room, for people."""
+        return f"{self.num_ops} ops and {self.num_bytes} bytes are outstanding, and none finished"
+
+    def _has_company(self, graph_id: int) -> bool:
+        oldest = self.seq - _RECENT_MESSAGES
+        # A copy: another thread may issue meanwhile.
+        return any(graph != graph_id and seq > oldest for graph, seq in list(self._last_of_graph.items()))
+
+    def issue(self, num_ops: int, num_bytes: int, graph_id: int = 0) -> int:
         """Number a message that is about to be sent."""
         self.seq += 1
-        self._outstanding.append((self.seq, num_ops, num_bytes))
+        self._outstanding.append((self.seq, num_ops, num_bytes, graph_id))
         self.num_ops += num_ops
         self.num_bytes += num_bytes
+        if graph_id:
+            self._last_of_graph[graph_id] = self.seq
+            if len(self._last_of_graph) > _MAX_LAST:
+                oldest = self.seq - _RECENT_MESSAGES
+                self._last_of_graph = {
+                    graph: seq for graph, seq in self._last_of_graph.items() if seq > oldest
+                }
+            self._ops_of_graph[graph_id] = self._ops_of_graph.get(graph_id, 0) + num_ops
         return self.seq
 
     def start_fetch(self, devices: Sequence[int]) -> tuple[int, list[tuple[int, int]], list[Action]]:
@@ -241,9 +288,13 @@ class SessionState:
         self.acknowledged_seq = max(self.acknowledged_seq, seq)
         outstanding = self._outstanding
         while outstanding and outstanding[0][0] <= seq:
-            _, num_ops, num_bytes = outstanding.popleft()
+            _, num_ops, num_bytes, graph_id = outstanding.popleft()
             self.num_ops -= num_ops
             self.num_bytes -= num_bytes
+            if graph_id:
+                left = self._ops_of_graph.pop(graph_id, 0) - num_ops
+                if left > 0:
+                    self._ops_of_graph[graph_id] = left
         reached: list[Action] = [SyncReached(sync_id) for wanted, sync_id in self._syncs if wanted <= seq]
         if reached:
             self._syncs = [item for item in self._syncs if item[0] > seq]
@@ -351,6 +402,7 @@ class SessionState:
         assert 0 <= self.acknowledged_seq <= self.seq, (self.acknowledged_seq, self.seq)
         assert self.num_ops == sum(item[1] for item in self._outstanding)
         assert self.num_bytes == sum(item[2] for item in self._outstanding)
+        assert sum(self._ops_of_graph.values()) == sum(item[1] for item in self._outstanding if item[3])
         seqs = [item[0] for item in self._outstanding]
         assert seqs == sorted(set(seqs)), "outstanding messages are numbered in rising order"
         assert all(seq > self.acknowledged_seq for seq in seqs)

@@ -41,6 +41,8 @@ class Settings:
     collective_timeout_s: float = 600.0
     #: Ops that may be issued ahead of the slowest device.
     max_outstanding_ops: int = 100_000
+    #: The same, of a session or of a graph, while another one shares the cluster with it.
+    shared_window_ops: int = 2_048
     #: Bytes of uploads that may be on the way.
     max_outstanding_bytes: int = 64 * 1024 * 1024
     #: Ops in a batch at most; a smaller one leaves when somebody waits or the program pauses.

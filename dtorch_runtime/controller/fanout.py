@@ -1,13 +1,13 @@
 """How the controller's messages reach many nodes: one by one, or passed on from node to node. Decisions only.
 
-A *relay* is a tree of nodes. The controller sends what is for all of its members to the first few, and each passes it on
-to a few others; reports come back the same way. The member at position ``i``, counted from 0, has those from
-``fanout * (i + 1)`` on below it. There is one relay at a time, of all sessions, because the order of everything that the
-controller sends must be the same at all nodes: two collectives that come in different orders wait for each other.
+A *relay* is a tree of nodes. The controller sends what is for all of its members to the first few, and each passes it
+on to a few others; reports come back the same way. The member at position ``i``, counted from 0, has those from
+``fanout * (i + 1)`` on below it. There is one relay at a time, of all sessions, because the order of everything that
+the controller sends must be the same at all nodes: two collectives that come in different orders wait for each other.
 
-Relayed messages are numbered; what else a member is sent comes directly. A mark in front of a direct message says behind
-which number it comes, and a relayed message says, for members that were sent something directly since the number before,
-how many direct messages come before it. So a member knows the one order, whatever arrives first.
+Relayed messages are numbered; what else a member is sent comes directly. A mark in front of a direct message says
+behind which number it comes, and a relayed message says, for members that were sent something directly since the number
+before, how many direct messages come before it. So a member knows the one order, whatever arrives first.
 
 When a member is lost, or a message does not get through, the relay ends: every member is sent every number that is not
 known to have arrived. A number is taken once and in its place, so it does no harm that some come twice.

@@ -30,6 +30,7 @@ class ControllerConfig:
     #: As in ``Settings``.
     relay_min_nodes: int = 17
     relay_fanout: int = 8
+    shared_window_ops: int = 2_048
 
 
 def check_hello(

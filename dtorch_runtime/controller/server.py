@@ -112,6 +112,7 @@ class ControllerServer:
                 check=settings.check,
                 relay_min_nodes=settings.relay_min_nodes,
                 relay_fanout=settings.relay_fanout,
+                shared_window_ops=settings.shared_window_ops,
             )
         )
 

@@ -78,6 +78,9 @@ class Session:
         #: (seq, nodes that got a part) of messages that are not credited, by rising seq, all above `credited`. What
         #: went through a relay waits for the relay's keys, negative numbers, in the place of nodes.
         self._in_flight: deque[tuple[int, tuple[int, ...]]] = deque()
+        #: (seq, ops) of those that are batches of ops, and the sum.
+        self._weights: deque[tuple[int, int]] = deque()
+        self.num_ops_at_nodes = 0
         #: The live nodes and keys that are not done with the first of these. Empty only when there is none.
         self._waiting: set[int] = set()
         #: node number or key -> seq up to which it is done. Of the nodes above and of the present relay only.
@@ -179,7 +182,11 @@ class Session:
         Raises:
             GraphError: the batch cannot be, or comes out of order.
         """
+        if message.num_ops < 0:
+            raise GraphError(f"a batch of {message.num_ops} ops came")
         self._take_seq(message.seq)
+        self._weights.append((message.seq, message.num_ops))
+        self.num_ops_at_nodes += message.num_ops
         if self._check:
             verify_ops(unpack_checked(frame), self.graph.templates, self.graph.values)
         segments = self.graph.add_ops(message.seq, message.graph_id, frame)
@@ -205,7 +212,7 @@ class Session:
         return Group(nodes, tuple(map(self.nodes.__getitem__, nodes)))
 
     def add_upload(self, message: Upload, num_bytes: int) -> list[tuple[Group, Upload]]:
-        """Add a chunk of a value. Returns groups of nodes and the message for each: one for all if a relay can carry it.
+        """Add a chunk of a value. Returns groups of nodes and the message for each; one for all, if a relay has it.
 
         Raises:
             GraphError: the chunk does not lie inside the value, or comes out of order.
@@ -271,6 +278,9 @@ class Session:
                 self._waiting.update(self._not_done(seq, nodes))
         if self._credited != before:
             self.graph.retire(self._credited)
+            weights = self._weights
+            while weights and weights[0][0] <= self._credited:
+                self.num_ops_at_nodes -= weights.popleft()[1]
 
     def _not_done(self, seq: int, nodes: Iterable[int]) -> list[int]:
         """Those of these nodes that live, and keys, that are not done with a message."""
@@ -386,6 +396,8 @@ class Session:
         waiting = set(self._not_done(seq, nodes))
         assert self._waiting == waiting, "it waits for other nodes than those that are not done"
         assert waiting or not self._in_flight, "a message waits for nobody"
+        assert {seq for seq, _ in self._weights} <= set(seqs)
+        assert self.num_ops_at_nodes == sum(num_ops for _, num_ops in self._weights)
         assert all(segment.seq > self._credited for segment in self.graph.pending)
 
 

@@ -31,6 +31,7 @@ from dtorch_runtime.controller.fanout import Fanout
 from dtorch_runtime.controller.handshake import ControllerConfig, Violation, check_hello
 from dtorch_runtime.controller.membership import JoinRefused, Membership, Node
 from dtorch_runtime.controller.session import Session
+from dtorch_runtime.controller.turns import Turns
 from dtorch_runtime.ir.graph import GraphError
 from dtorch_runtime.wire.messages import (
     Answer,
@@ -73,6 +74,8 @@ from dtorch_runtime.wire.records import FailureRecord
 _NUM_FRAMES: dict[type[Message], int] = {Ops: 1, Upload: 1, ValueData: 1}
 #: Messages that need the session key, and no session.
 _FROM_ANYBODY = (StatusRequest, StopCluster)
+#: Messages of clients that keep their order, and wait for each other.
+_IN_TURN = frozenset((Ops, Upload, Fetch, DefineTemplates, DefineMesh, Ask))
 _Handler: TypeAlias = Callable[..., None]
 
 
@@ -93,6 +96,8 @@ class ControllerState:
         self._actions: list[Action] = []
         #: Every message to a node goes through here, but for the last one that it gets.
         self._fanout = Fanout(config.relay_fanout, config.relay_min_nodes, self.sessions)
+        #: What clients have sent and nodes are not to get yet.
+        self.turns = Turns(config.shared_window_ops, self.sessions)
         self._now_s = config.started_s
         self._from_strangers: dict[type[Message], _Handler] = {
             ClientHello: self._on_client_hello,
@@ -138,6 +143,8 @@ class ControllerState:
                 self._lose(peer, event.reason)
         elif isinstance(event, StopAsked):
             self._stop(event.reason)
+        if not self.turns.is_empty:
+            self._take_turns()
         if self._config.check:
             self.validate()
         return actions
@@ -155,6 +162,7 @@ class ControllerState:
         """Check the invariants that the attributes state."""
         self.membership.validate()
         self._fanout.validate([node.peer for node in self.membership])
+        self.turns.validate()
         numbers = {node.number for node in self.membership}
         for session in self.sessions.values():
             session.validate(numbers)
@@ -169,10 +177,27 @@ class ControllerState:
         who = self._peers.get(event.peer)
         if type(who) is Session:
             handlers = self._from_clients
+            if type(message) in _IN_TURN and self.turns.hold(who, message, event.frames):
+                return
         elif type(who) is Node:
             handlers = self._from_nodes
         else:
             handlers = self._from_strangers
+        self._obey(event.peer, who, message, event.frames, handlers)
+
+    def _take_turns(self) -> None:
+        for number, (message, frames) in self.turns.next_ones():
+            session = self.sessions[number]
+            self._obey(session.peer, session, message, frames, self._from_clients)
+
+    def _obey(
+        self,
+        peer: int,
+        who: Session | Node | None,
+        message: Message,
+        frames: Sequence[Any],
+        handlers: dict[type[Message], _Handler],
+    ) -> None:
         kind = type(message)
         handler = handlers.get(kind)
         try:
@@ -180,11 +205,11 @@ class ControllerState:
                 handler, who = self._from_strangers[kind], None
             if handler is None:
                 raise Violation(_unexpected(message, who))
-            if len(event.frames) != _NUM_FRAMES.get(kind, 0):
-                raise Violation(f"{tag_of(message)} came with {len(event.frames)} payload frames")
-            handler(event.peer if who is None else who, message, event.frames)
+            if len(frames) != _NUM_FRAMES.get(kind, 0):
+                raise Violation(f"{tag_of(message)} came with {len(frames)} payload frames")
+            handler(peer if who is None else who, message, frames)
         except (Violation, GraphError) as violation:
-            self._refuse(event.peer, str(violation))
+            self._refuse(peer, str(violation))
 
     def _send(self, peer: int, message: Message, frames: Sequence[Any] = ()) -> None:
         self._fanout.send((peer,), message, frames)
@@ -439,6 +464,7 @@ class ControllerState:
         if isinstance(who, Session):
             self._num_ops_of_ended_sessions += who.graph.num_records
             del self.sessions[who.number]
+            self.turns.forget(who.number)
             who.graph.clear()
         else:
             self.membership.leave(who.number)

@@ -61,10 +61,14 @@ class DefineTemplates(Message, frozen=True, kw_only=True, tag="define_templates"
 
 
 class Ops(Message, frozen=True, kw_only=True, tag="ops"):
-    """A batch of op records, in program order. Payload: one frame of int64."""
+    """A batch of op records, in program order. Payload: one frame of int64.
+
+    ``num_ops`` is how much work that is: a captured call counts as many as it stands for.
+    """
 
     seq: int
     graph_id: int
+    num_ops: int = 0
 
 
 class Upload(Message, frozen=True, kw_only=True, tag="upload"):

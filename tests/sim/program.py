@@ -141,7 +141,7 @@ class ProgramClient(SimClient):
     def _issue_batch(self) -> None:
         records = [self._random_record() for _ in range(self.rng.randrange(1, 8))]
         self.seq += 1
-        self.send(Ops(seq=self.seq, graph_id=1), [frame(*records)])
+        self.send(Ops(seq=self.seq, graph_id=1, num_ops=len(records)), [frame(*records)])
 
     def _random_record(self) -> list[int]:
         if len(self.values) > 6 and self.rng.random() < 0.5:

@@ -35,8 +35,9 @@ from dtorch_runtime.wire.messages import (
     FetchFailed,
     Message,
     OpFailed,
-    Ops,
     RelayDone,
+    Relayed,
+    Subgraph,
     Upload,
     ValueData,
 )
@@ -233,7 +234,9 @@ ClientT = TypeVar("ClientT", bound=SimClient)
 class Simulator:
     """See the module. The states check their invariants after every event."""
 
-    def __init__(self, rng: random.Random, *, relay_min_nodes: int = 1000, relay_fanout: int = 8) -> None:
+    def __init__(
+        self, rng: random.Random, *, relay_min_nodes: int = 1000, relay_fanout: int = 8, window: int = 10_000
+    ) -> None:
         self.rng = rng
         self.now_s = 0.0
         self.controller = ControllerState(
@@ -244,11 +247,14 @@ class Simulator:
                 check=True,
                 relay_min_nodes=relay_min_nodes,
                 relay_fanout=relay_fanout,
+                shared_window_ops=window,
             )
         )
         #: Every connection of a relay that there was.
         self.links: list[SimLink] = []
-        #: (session, seq) in the order in which the controller got them.
+        #: The last relayed message that the controller sent: its relay and its number.
+        self._last_relayed = (0, 0)
+        #: (session, seq) in the order in which the controller sent them to any node.
         self.order: list[tuple[int, int]] = []
         self.peers: dict[int, SimPeer] = {}
         #: Deaths that the controller has still to notice.
@@ -294,6 +300,7 @@ class Simulator:
         self.now_s += 0.001
         for action in self.controller.handle(event, self.now_s):
             if isinstance(action, Send):
+                self._note_order(action)
                 for number in action.peers:
                     peer = self.peers[number]
                     if peer.is_alive:
@@ -301,6 +308,16 @@ class Simulator:
             elif isinstance(action, AnswerSelf):
                 answer = Answer(session=action.session, request_id=action.request_id, reply=CountsReply({}))
                 self.peers[action.peer].downlink.append((answer, ()))
+
+    def _note_order(self, action: Send) -> None:
+        message = action.message
+        if isinstance(message, Relayed):
+            if (message.relay, message.number) <= self._last_relayed or not action.frames:
+                return  # again, at the end of a relay
+            self._last_relayed = (message.relay, message.number)
+            message = decode_to_node(action.frames[0])
+        if isinstance(message, Subgraph | Upload) and (message.session, message.seq) not in self.order[-1:]:
+            self.order.append((message.session, message.seq))
 
     def run(self, max_steps: int = 100_000, *, until_quiet: bool = True) -> None:
         """Take random steps until none is possible, or ``max_steps`` of them."""
@@ -372,10 +389,6 @@ class Simulator:
         message, frames = peer.uplink.popleft()
         if self.loses(message):
             return
-        if isinstance(message, Ops | Upload):
-            session = self.controller.session_of_peer(peer.number)
-            if session is not None:
-                self.order.append((session, message.seq))
         may_repeat = isinstance(message, Done | RelayDone | ValueData | FetchFailed | OpFailed | Answer)
         if may_repeat and self.rng.random() < self.duplicate_probability:
             peer.uplink.appendleft((message, frames))

@@ -11,7 +11,7 @@ from tests.sim.program import ProgramClient
 from tests.sim.simulator import Simulator
 from tests.sim.test_simulation import end_sessions
 
-_SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
+_SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))]
 
 
 def relays(sim: Simulator) -> int:
@@ -23,7 +23,10 @@ def make(
     seed: int, num_nodes: int, num_clients: int, num_actions: int, fanout: int
 ) -> tuple[Simulator, list[ProgramClient]]:
     """Nodes that have joined, and clients whose first mesh is all of them."""
-    sim = Simulator(random.Random(seed), relay_min_nodes=2, relay_fanout=fanout)
+    # With so small a window, messages of the sessions wait for each other in the controller too.
+    sim = Simulator(
+        random.Random(seed), relay_min_nodes=2, relay_fanout=fanout, window=6 if seed % 3 else 10_000
+    )
     for index in range(num_nodes):
         sim.add_node(f"node{index}", sim.rng.randrange(1, 4))
     sim.run()
@@ -112,7 +115,7 @@ def test_nodes_and_sessions_come_and_go_while_relays_last(seed: int) -> None:
     end_sessions(sim, clients)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_reports_are_added_up_on_the_way(seed: int) -> None:
     sim, (client,) = make(seed, 7, 1, 0, fanout=2)
     sim.run()

@@ -250,6 +250,36 @@ def test_issuing_waits_for_credits() -> None:
         assert len(controller.ops()) == 100
 
 
+def test_a_flood_of_one_graph_lets_another_through() -> None:
+    limits = {"batch_ops": 10, "max_outstanding_ops": 1000, "shared_window_ops": 20}
+    with scripted_session(batch_age_s=3600.0, **limits) as controller:
+        flood, small = dtorch.Graph(), dtorch.Graph()
+
+        def issue(graph: dtorch.Graph, count: int) -> None:
+            with graph:
+                issue_many(count)
+            graph.flush()
+
+        issue(small, 1)
+        thread, errors = in_thread(lambda: issue(flood, 90))
+        wait_until(lambda: len(controller.messages(Ops)) == 3, "the flood's window to be full")
+        issue(small, 1)
+        by_graph = [message.graph_id for message in controller.messages(Ops)]
+        assert by_graph == [small.graph_id, flood.graph_id, flood.graph_id, small.graph_id]
+        assert [message.num_ops for message in controller.messages(Ops)] == [2, 10, 10, 2]
+        for _ in range(20):
+            seen = len(controller.messages(Ops))
+            controller.credit(seen)
+            wait_until(
+                lambda seen=seen: len(controller.messages(Ops)) > seen or not thread.is_alive(),
+                "the next batch, or the end",
+            )
+            if not thread.is_alive():
+                break
+        thread.join(10)
+        assert errors == []
+
+
 def test_without_progress_issuing_fails_and_says_for_what_it_waited() -> None:
     limits = {"batch_ops": 10, "max_outstanding_ops": 20, "wait_timeout_s": 0.05}
     with scripted_session(batch_age_s=3600.0, **limits) as controller:

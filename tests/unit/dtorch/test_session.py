@@ -76,6 +76,29 @@ def test_a_message_larger_than_the_limit_goes_alone() -> None:
     assert not state.has_room(1, 0)
 
 
+def test_graphs_that_share_are_held_to_a_window_each() -> None:
+    state = SessionState((), max_ops=100, max_bytes=100, shared_window_ops=10)
+    state.issue(50, 0, graph_id=1)
+    assert state.has_room(50, 0, 1), "nobody else is there"
+    state.issue(4, 0, graph_id=2)
+    assert not state.has_room(1, 0, 1), "it has more than its window already"
+    assert state.has_room(6, 0, 2)
+    assert not state.has_room(7, 0, 2)
+    assert state.has_room(30, 0, 3), "the first message of a graph may be large"
+    state.handle(Credit(seq=1))
+    assert state.has_room(50, 0, 1)
+    state.validate()
+
+
+def test_a_graph_that_is_silent_for_long_leaves_the_room_to_others() -> None:
+    state = SessionState((), max_ops=10**9, max_bytes=100, shared_window_ops=10)
+    state.issue(1, 0, graph_id=2)
+    for _ in range(1024):
+        state.issue(10, 0, graph_id=1)
+    assert state.has_room(10, 0, 1)
+    state.validate()
+
+
 def test_a_late_credit_changes_nothing() -> None:
     state = new_state()
     state.issue(1, 0)
@@ -210,7 +233,7 @@ def test_invariants_hold_in_any_order(rng: random.Random) -> None:
     for _ in range(2000):
         match rng.randrange(7):
             case 0 if state.has_room(5, 10):
-                state.issue(rng.randrange(6), rng.randrange(11))
+                state.issue(rng.randrange(6), rng.randrange(11), rng.randrange(3))
             case 1:
                 state.handle(Credit(seq=rng.randint(0, state.seq)))
             case 2:
