@@ -14,6 +14,7 @@ from dtorch_runtime.errors import SettingError
 #: Variables that are no settings: they say which cluster a program joins.
 OTHER_VARIABLES = frozenset(("DTORCH_ADDRESS", "DTORCH_KEYS", "DTORCH_SESSION_KEY"))
 #: Passes over captured calls, in the order in which they run.
+#: ``compile`` has a setting of its own.
 PASS_NAMES = ("dead", "common", "redistribute", "bucket", "reorder", "reuse")
 #: Unknown variables that were warned of; each is once.
 _warned: set[str] = set()
@@ -64,6 +65,8 @@ class Settings:
     beside_bytes: int = 128 * 1024
     #: Passes over a client's captured calls: names with commas between them, ``all`` or ``none``.
     passes: str = "all"
+    #: Compile neighbouring elementwise ops of this client's captured calls, on the nodes, while they already run.
+    compile: bool = False
     #: Bytes that the values on one device may hold, of all sessions; 0 sets no limit.
     device_memory_bytes: int = 0
     #: Check the invariants of every state machine and plan while running (slow).
@@ -91,8 +94,8 @@ class Settings:
 
     @property
     def pass_names(self) -> tuple[str, ...]:
-        """The passes that ``passes`` names, in the order in which they run."""
-        return _read_passes(self.passes)
+        """The passes that ``passes`` names, and ``compile`` where that is set."""
+        return (*_read_passes(self.passes), *(("compile",) if self.compile else ()))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:

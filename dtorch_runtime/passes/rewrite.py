@@ -16,6 +16,7 @@ from dtorch_runtime.passes.bucket import fill_buckets, num_joined
 from dtorch_runtime.passes.common import share_common
 from dtorch_runtime.passes.dead import remove_dead
 from dtorch_runtime.passes.redistribute import fuse_redistributes
+from dtorch_runtime.passes.regions import form_regions, num_compiled
 from dtorch_runtime.passes.reorder import num_moved, reorder_transfers
 from dtorch_runtime.passes.reuse import num_reused, reuse_memory
 from dtorch_runtime.wire.records import TemplateRecord
@@ -49,6 +50,7 @@ PASSES: Final[Mapping[str, Pass]] = {
     "redistribute": Pass(fuse_redistributes, "removed", _num_fewer, repeats=True),
     "bucket": Pass(fill_buckets, "joined", num_joined, repeats=False),
     "reorder": Pass(reorder_transfers, "moved", num_moved, repeats=False),
+    "compile": Pass(form_regions, "joined", num_compiled, repeats=False),
     "reuse": Pass(reuse_memory, "changed", num_reused, repeats=False),
 }
 #: Ids of templates that passes make begin here; those of clients are below.

@@ -106,6 +106,25 @@ class TransferArg(msgspec.Struct, frozen=True, tag="transfer", tag_field="t"):
     target: LayoutRecord
 
 
+class RegionStep(msgspec.Struct, frozen=True, array_like=True):
+    """An op in a region, with one result. ``inputs`` are values of the region, which slots of ``args`` index."""
+
+    op: str
+    args: list[Arg]
+    kwargs: dict[str, Arg]
+    inputs: list[int]
+
+
+class RegionArg(msgspec.Struct, frozen=True, tag="region", tag_field="t"):
+    """Several ops as one. Its values are the op's inputs from 0, then the result of each step.
+
+    ``outputs`` are the values that are the op's results.
+    """
+
+    steps: list[RegionStep]
+    outputs: list[int]
+
+
 #: What stands in an argument place.
 Arg: TypeAlias = (
     bool
@@ -123,6 +142,7 @@ Arg: TypeAlias = (
     | LocalShape
     | LocalStart
     | TransferArg
+    | RegionArg
     | None
 )
 

@@ -8,6 +8,7 @@ a few list and dict look-ups; there is no loop over arguments, and no ``try``: t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from dtorch_runtime.wire.records import (
     LocalShape,
     LocalStart,
     MemoryFormatArg,
+    RegionArg,
     ScalarSlot,
     Slot,
     TemplateRecord,
@@ -34,6 +36,18 @@ from dtorch_runtime.wire.records import (
 from dtorch_runtime.worker.blobs import Blobs, dtype_of
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import Kernel
+
+
+@dataclass(slots=True, eq=False)
+class BoundRegion:
+    """A region as the constant of its op on one device; ``run`` is made when it runs first."""
+
+    arg: RegionArg
+    meshes: Mapping[int, DeviceMesh]
+    device: int
+    torch_device: torch.device
+    run: Callable[..., Any] | None = None
+
 
 Runner: TypeAlias = Callable[[list[int], int], int]
 
@@ -121,6 +135,8 @@ class Expressions:
                 return list(local_shape(shape, layout_from_record(layout, self._meshes), self._device))
             case LocalStart(shape, layout, dim):
                 return device_box(shape, layout_from_record(layout, self._meshes), self._device)[dim][0]
+            case RegionArg():
+                return BoundRegion(arg, self._meshes, self._device, self._torch_device)
             case TransferArg():
                 raise InternalFailure(f"{self._record.op} takes no transfer; only dtorch::redistribute does")
             case _:

@@ -15,6 +15,7 @@ from dtorch_runtime.worker import (  # noqa: F401  register their kernels
     nn_kernels as _nn_kernels,
     piece_kernels as _piece_kernels,
     random_kernels as _random_kernels,
+    regions as _regions,
 )
 from dtorch_runtime.worker.kernels import find_kernel, kernel
 

@@ -10,7 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import dtorch
-from dtorch import Replicate, Shard
+from dtorch import Replicate, Settings, Shard
+from dtorch_runtime.local import LocalCluster
 from tests.support.captured import NUM_CALLS, mlp, numbers, replays, same, send
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -166,6 +167,18 @@ def test_a_redistribution_begins_early_and_its_reader_comes_late() -> None:
         for one, other in zip(captured(x, w), computes_meanwhile(x, w), strict=True):
             torch.testing.assert_close(one.to_torch(), other.to_torch(), rtol=0, atol=0)
     assert "reorder moved 3" in dtorch.capture.explain(captured)
+
+
+def test_regions_give_the_same(shared_processes: LocalCluster) -> None:
+    """Of small tensors, so op by op: what compilers make of them is tested in ``test_regions.py``."""
+    local, settings = shared_processes, Settings(compile=True)
+    with dtorch.connect(local.address, session_key=local.session_key, settings=settings):
+        captured = dtorch.capture(elementwise)
+        x, y = (send(numbers(4, 4, seed=seed), [Replicate()]) for seed in range(2))
+        for _ in range(NUM_CALLS):
+            for one, other in zip(captured(x, y), elementwise(x, y), strict=True):
+                torch.testing.assert_close(one.to_torch(), other.to_torch(), rtol=0, atol=0)
+        assert "compile joined 12" in dtorch.capture.explain(captured)
 
 
 def _list(result: Any) -> list[Any]:
