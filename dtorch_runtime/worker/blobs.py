@@ -30,28 +30,38 @@ Blob: TypeAlias = torch.Tensor | Poison
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
-    """Stands in place of a value that the device's communication worker is making. See ``transfers``.
+class UnderWay:
+    """A transfer that the device's communication worker carries out. See ``transfers``.
 
     Attributes:
         reads: what is transferred; kept until the transfer has ended.
         num_bytes: of what is read and what is made.
-        made_bytes: of what is made.
-        made_by: the op, and its location id.
         what: names the transfer for people.
         done: whether it has ended, on the communication worker's thread.
-        result: what it made, why it did not, None where the device gets nothing; once it is done.
         point: the end of it in the communication worker's stream.
     """
 
     reads: Blob | Pending | None
     num_bytes: int
-    made_bytes: int
-    made_by: tuple[str, int]
     what: object
     done: Signal
-    result: Blob | SessionEnded | None = None
     point: Event | None = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Pending:
+    """Stands in place of a value that a transfer under way is making. Who drops it drops the result.
+
+    Attributes:
+        made_bytes: of the value.
+        made_by: the op, and its location id.
+        result: the value, why there is none, None where the device gets nothing; once the transfer is done.
+    """
+
+    transfer: UnderWay
+    made_bytes: int
+    made_by: tuple[str, int]
+    result: Blob | SessionEnded | None = None
 
 
 Blobs: TypeAlias = dict[int, Blob | Pending]

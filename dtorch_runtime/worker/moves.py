@@ -9,7 +9,7 @@ from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.arguments import Runner
-from dtorch_runtime.worker.blobs import Blobs, Pending, Poison
+from dtorch_runtime.worker.blobs import Blobs, Pending, Poison, UnderWay
 from dtorch_runtime.worker.bodies import Mover
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import REDISTRIBUTE
@@ -106,7 +106,7 @@ class Moves:
                     result = start(value, words[i + 2], out, words[i + 1])
                     if is_target:
                         assert transfers is not None
-                        transfers.note(blobs, out, result)
+                        transfers.unresolved[out] = result
                 else:
                     if type(value) is Pending:
                         assert transfers is not None
@@ -155,9 +155,8 @@ class Moves:
             def fail(error: Exception) -> Poison:
                 return self._poison(record, [record.template_id, location_id, value_id, out], error, seq)
 
-            pending = Pending(
-                value, num_bytes, made_bytes, (REDISTRIBUTE, location_id), transfer, CpuEvent(is_done=False)
-            )
+            under_way = UnderWay(value, num_bytes, transfer, CpuEvent(is_done=False))
+            pending = Pending(under_way, made_bytes, (REDISTRIBUTE, location_id))
             begin(
                 pending, record.template_id, lambda piece: move(piece, value_id, out, location_id, seq), fail
             )

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic_ns
+from weakref import WeakValueDictionary
 
 import torch
 
 from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.tape import Tape
 from dtorch_runtime.worker.arguments import Runner
-from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, storage_of
+from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, UnderWay, storage_of
 from dtorch_runtime.worker.failures import SessionEnded
 from dtorch_runtime.worker.thread import Job, LazyWorker, Worker
 
@@ -46,9 +47,9 @@ class Transfers:
         self._communication = communication
         self._timeout_s = timeout_s
         #: Started and maybe not ended, the oldest first.
-        self.under_way: deque[Pending] = deque()
-        #: Ids of values that stand for a pending one; some of them may have been freed since.
-        self.unresolved: dict[int, Pending] = {}
+        self.under_way: deque[UnderWay] = deque()
+        #: Values that are pending. Those that are freed are dropped with their results, here too.
+        self.unresolved: WeakValueDictionary[int, Pending] = WeakValueDictionary()
         self._num_bytes = 0
         self.num_started = 0
         #: Notes each transfer, while somebody profiles.
@@ -70,12 +71,13 @@ class Transfers:
             move: takes the device's piece and gives its new one, or None; for the communication worker.
             fail: makes the poison of an error.
         """
+        transfer = pending.transfer
         self._forget_ended()
-        while self.under_way and self._num_bytes + pending.num_bytes > MAX_BYTES:
+        while self.under_way and self._num_bytes + transfer.num_bytes > MAX_BYTES:
             self._await(self.under_way[0])
             self._forget_ended()
-        self.under_way.append(pending)
-        self._num_bytes += pending.num_bytes
+        self.under_way.append(transfer)
+        self._num_bytes += transfer.num_bytes
         self.num_started += 1
         ready, tape = self._compute.stream.record(), self.tape
 
@@ -84,7 +86,7 @@ class Transfers:
             try:
                 stream.wait_for(ready)
                 # What is pending was made by an earlier job of this worker.
-                value = pending.reads.result if isinstance(pending.reads, Pending) else pending.reads
+                value = transfer.reads.result if isinstance(transfer.reads, Pending) else transfer.reads
                 if isinstance(value, SessionEnded):
                     raise value
                 if isinstance(value, torch.Tensor):
@@ -94,12 +96,12 @@ class Transfers:
                 pending.result = error
             except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it
                 pending.result = fail(error)
-            pending.point = stream.record()
-            pending.reads = None
+            transfer.point = stream.record()
+            transfer.reads = None
             if tape is not None:
                 failed = isinstance(pending.result, Poison | SessionEnded)
                 tape.add(template_id, pending.made_by[1], start_ns, int(failed))
-            pending.done.set()
+            transfer.done.set()
 
         self._submit(job)
 
@@ -125,14 +127,14 @@ class Transfers:
 
         Raises: as ``resolve``.
         """
-        self._await(pending)
-        result = pending.result
+        self._await(pending.transfer)
+        result, point = pending.result, pending.transfer.point
         if isinstance(result, SessionEnded):
             raise result
         assert result is not None
-        assert pending.point is not None
+        assert point is not None
         stream = self._compute.stream
-        stream.wait_for(pending.point)
+        stream.wait_for(point)
         if isinstance(result, torch.Tensor):
             stream.use(result)
         return result
@@ -144,15 +146,15 @@ class Transfers:
         """
         self._forget_ended()
         written = {storage_of(blob) for blob in blobs if isinstance(blob, torch.Tensor)}
-        for pending in [*self.under_way]:
-            reads = pending.reads
+        for transfer in [*self.under_way]:
+            reads = transfer.reads
             if isinstance(reads, Pending):
-                self._await(reads)
+                self._await(reads.transfer)
                 value = reads.result
             else:
                 value = reads
             if isinstance(value, torch.Tensor) and storage_of(value) in written:
-                self._await(pending)
+                self._await(transfer)
         self._forget_ended()
 
     def ordered(self, runner: Runner, blobs: Blobs, num_inputs: int, written: Sequence[int]) -> Runner:
@@ -197,15 +199,6 @@ class Transfers:
         else:
             self._submit(job)
 
-    def note(self, blobs: Blobs, value_id: int, pending: Pending) -> None:
-        """A value stands for a pending one from now on."""
-        if len(self.unresolved) > 2 * len(self.under_way) + 64:
-            for freed in [
-                number for number, known in self.unresolved.items() if blobs.get(number) is not known
-            ]:
-                del self.unresolved[freed]
-        self.unresolved[value_id] = pending
-
     def _submit(self, job: Job) -> None:
         self._num_submitted += 1
 
@@ -217,12 +210,12 @@ class Transfers:
 
         self._communication.submit(counted)
 
-    def _await(self, pending: Pending) -> None:
-        while not pending.done.is_done():
+    def _await(self, transfer: UnderWay) -> None:
+        while not transfer.done.is_done():
             before = self._communication.num_finished
             try:
-                pending.done.wait(
-                    _PATIENCE * self._timeout_s, f"the communication worker to end {pending.what}"
+                transfer.done.wait(
+                    _PATIENCE * self._timeout_s, f"the communication worker to end {transfer.what}"
                 )
             except ClusterTimeout:
                 if before == self._communication.num_finished:
@@ -230,7 +223,7 @@ class Transfers:
 
     def _forget_ended(self) -> None:
         while self.under_way and self.under_way[0].done.is_done():
-            pending = self.under_way.popleft()
-            self._num_bytes -= pending.num_bytes
-            assert pending.point is not None
-            self._compute.stream.wait_for(pending.point)
+            transfer = self.under_way.popleft()
+            self._num_bytes -= transfer.num_bytes
+            assert transfer.point is not None
+            self._compute.stream.wait_for(transfer.point)

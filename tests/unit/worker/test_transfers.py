@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from dtorch_runtime.errors import ClusterTimeout
+from dtorch_runtime.testing.wait import wait_until
 from dtorch_runtime.wire.records import FailureRecord
 from dtorch_runtime.worker import transfers as transfers_module
-from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, poison_with_aliases
+from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, UnderWay, poison_with_aliases
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.failures import SessionEnded
 from dtorch_runtime.worker.ledger import CountedBlobs, DeviceTotal, Ledger
@@ -34,6 +36,10 @@ class GateEvent(CpuEvent):
     def wait(self, timeout_s: float, what: str) -> None:
         self._gate.set()
         super().wait(timeout_s, what)
+
+
+def new_pending(value: torch.Tensor, name: str) -> Pending:
+    return Pending(UnderWay(value, 8, name, CpuEvent(is_done=False)), 4, ("move", 7))
 
 
 class Device:
@@ -66,7 +72,7 @@ class Device:
         """A transfer that doubles its input once its gate is open, which the first wait for it opens."""
         gate = threading.Event()
         self.gates.append(gate)
-        pending = Pending(value, num_bytes, num_bytes // 2, ("move", 7), name, GateEvent(gate))
+        pending = Pending(UnderWay(value, num_bytes, name, GateEvent(gate)), num_bytes // 2, ("move", 7))
 
         def move(value: Blob | None) -> Blob | None:
             assert gate.wait(_WAIT_S)
@@ -95,7 +101,7 @@ def device() -> Iterator[Device]:
 def test_ops_go_on_while_a_transfer_is_under_way(device):
     pending = device.start(torch.ones(2))
     assert device.ask(lambda: device.log.append("op")) is None
-    assert (device.log, pending.done.is_done()) == (["op"], False)
+    assert (device.log, pending.transfer.done.is_done()) == (["op"], False)
     result = device.ask(lambda: device.transfers.wait(pending))
     assert torch.equal(result, torch.full((2,), 2.0))
     assert device.log == ["op", "transfer"]
@@ -104,7 +110,7 @@ def test_ops_go_on_while_a_transfer_is_under_way(device):
 def test_a_value_takes_its_place_when_it_is_needed(device):
     blobs: Blobs = {1: torch.ones(2), 2: Poison(FAILURE)}
     blobs[3] = device.start(torch.ones(2))
-    device.transfers.note(blobs, 3, blobs[3])
+    device.transfers.unresolved[3] = blobs[3]
     assert device.ask(lambda: device.transfers.resolve(blobs, (1, 2, 99))) is False
     assert not device.log
     assert device.ask(lambda: device.transfers.resolve(blobs, (1, 3))) is True
@@ -163,7 +169,7 @@ def test_an_ordered_runner_waits_for_both(device):
     value = torch.ones(2)
     blobs: Blobs = {1: value}
     blobs[2] = device.start(value)
-    device.transfers.note(blobs, 2, blobs[2])
+    device.transfers.unresolved[2] = blobs[2]
 
     def run(words: list[int], i: int) -> int:
         device.log.append("op")
@@ -182,7 +188,7 @@ def test_poison_goes_through_and_what_breaks_becomes_poison(device):
     poison = Poison(FAILURE)
     gone = device.start(poison)
     assert device.ask(lambda: device.transfers.wait(gone)) is poison
-    broken = Pending(torch.ones(2), 8, 4, ("move", 7), "broken", CpuEvent(is_done=False))
+    broken = new_pending(torch.ones(2), "broken")
 
     def break_down(value: Blob | None) -> Blob | None:
         raise RuntimeError("broken")
@@ -199,7 +205,7 @@ def test_poison_goes_through_and_what_breaks_becomes_poison(device):
 
 
 def test_an_ended_session_ends_the_waits_for_its_transfers(device):
-    ended = Pending(torch.ones(2), 8, 4, ("move", 7), "ended", CpuEvent(is_done=False))
+    ended = new_pending(torch.ones(2), "ended")
 
     def end(value: Blob | None) -> Blob | None:
         raise SessionEnded
@@ -229,9 +235,9 @@ def test_bytes_under_way_are_bounded(device, monkeypatch):
     monkeypatch.setattr(transfers_module, "MAX_BYTES", 20)
     first = device.start(torch.ones(2), "first")
     device.start(torch.ones(2), "second")
-    assert not first.done.is_done()
+    assert not first.transfer.done.is_done()
     device.start(torch.ones(2), "third")
-    assert first.done.is_done()
+    assert first.transfer.done.is_done()
     assert device.log == ["first"]
 
 
@@ -240,7 +246,7 @@ def test_a_transfer_that_does_not_end_is_named(monkeypatch):
     device = Device(timeout_s=0.01)
     gate = threading.Event()
     device.gates.append(gate)
-    stuck = Pending(torch.ones(2), 8, 4, ("move", 7), "what never ends", CpuEvent(is_done=False))
+    stuck = new_pending(torch.ones(2), "what never ends")
     device.ask(
         lambda: device.transfers.start(stuck, 1, lambda _: gate.wait(_WAIT_S), lambda _: Poison(FAILURE))
     )
@@ -252,19 +258,18 @@ def test_a_transfer_that_does_not_end_is_named(monkeypatch):
     device.close()
 
 
-def test_freed_values_are_forgotten(device):
-    blobs: Blobs = {}
-    for number in range(200):
-        blobs[number] = device.start(torch.ones(1), num_bytes=2)
-        device.transfers.note(blobs, number, blobs[number])
-        device.ask(
-            lambda number=number: (
-                device.transfers.resolve(blobs, (number,)) if number % 2 else blobs.pop(number)
-            )
-        )
-        device.gates[-1].set()
-        device.ask(device.transfers.settle)
-    assert len(device.transfers.unresolved) < 100
+def test_results_that_nobody_wants_are_dropped_at_once(device):
+    value = torch.ones(2)
+    blobs: Blobs = {1: device.start(value)}
+    device.transfers.unresolved[1] = blobs[1]
+    device.gates[0].set()
+    blobs[1].transfer.done.wait(_WAIT_S, "the transfer")
+    gone, freed = weakref.ref(blobs[1].result), weakref.ref(value)
+    del value
+    wait_until(lambda: freed() is None, "what was read to be dropped")
+    del blobs[1]
+    assert gone() is None
+    assert not device.transfers.unresolved
 
 
 def test_pending_values_are_counted_from_the_start(device):
@@ -284,7 +289,7 @@ def test_pending_values_are_counted_from_the_start(device):
 
 def test_poison_reaches_results_that_nobody_has_looked_at(device):
     shared = torch.ones(2)
-    pending = Pending(shared, 8, 4, ("move", 7), "a transfer", CpuEvent(is_done=False))
+    pending = new_pending(shared, "a transfer")
     pending.result = shared
     blobs: Blobs = {1: shared, 2: pending}
     poison = Poison(FAILURE)
