@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dtorch.cluster import session_if_open
 from dtorch.replay.capture import count_calls
-from dtorch_runtime.wire.records import AskCounts, CountsReply
+from dtorch_runtime.wire.records import AskCounts, CountsReply, ThreadsRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,9 @@ class Counters:
         fetches: values that were asked for.
         link_bytes: bytes from one process to another: this session's between ``"client"`` and ``"controller"``, and
             the bytes of tensors between nodes since they joined, of all sessions, by the names of the nodes.
+        threads: how each node divides its cores among its workers: ``num_threads`` for intra-op parallelism for each of
+            the ``num_workers`` that were started, of ``num_cores``, its share of the machine; ``is_fixed`` when the
+            setting ``num_threads`` says so.
         notes: what is missing, and why.
     """
 
@@ -33,6 +36,7 @@ class Counters:
     batches: int = 0
     fetches: int = 0
     link_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    threads: Mapping[str, ThreadsRecord] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -41,7 +45,13 @@ class Counters:
         links = [(f"{source} -> {target}", count) for (source, target), count in self.link_bytes.items()]
         width = max((len(name) for name, _ in links), default=0)
         lines += [f"{name:<{width}}  {count} bytes" for name, count in links]
+        lines += [f"{name}: {_divided(threads)}" for name, threads in self.threads.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _divided(threads: ThreadsRecord) -> str:
+    why = "by DTORCH_NUM_THREADS" if threads.is_fixed else f"of {threads.num_cores} cores"
+    return f"{threads.num_threads} intra-op threads for each of {threads.num_workers} workers, {why}"
 
 
 def counters() -> Counters:
@@ -56,8 +66,11 @@ def counters() -> Counters:
     answers = session.ask(AskCounts()).get()
     counts = session.counts
     links = {("client", "controller"): counts.sent_bytes, ("controller", "client"): counts.received_bytes}
+    threads: dict[str, ThreadsRecord] = {}
     for node, reply in answers.replies.items():
         if isinstance(reply, CountsReply):
+            if reply.threads is not None:
+                threads[node] = reply.threads
             links |= {(node, other): count for other, count in reply.sent_bytes.items()}
     replays, recordings = count_calls(session)
     return Counters(
@@ -68,5 +81,6 @@ def counters() -> Counters:
         batches=counts.num_batches,
         fetches=counts.num_fetches,
         link_bytes=links,
+        threads=dict(sorted(threads.items())),
         notes=tuple(f"node {name} did not say what it sent: {why}" for name, why in answers.lost.items()),
     )

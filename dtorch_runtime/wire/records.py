@@ -314,10 +314,25 @@ class TraceReply(msgspec.Struct, frozen=True, tag="trace", tag_field="t"):
     lanes: list[LaneRecord]
 
 
+class ThreadsRecord(msgspec.Struct, frozen=True, array_like=True):
+    """How a node divides its cores: so many intra-op threads for each of its workers that were started.
+
+    ``num_cores`` are this node's share of its machine, which it divides with the other nodes there; ``is_fixed`` says
+    that the setting ``num_threads`` was given instead.
+    """
+
+    num_cores: int
+    num_workers: int
+    num_threads: int
+    is_fixed: bool
+
+
 class CountsReply(msgspec.Struct, frozen=True, tag="counts", tag_field="t"):
-    """Bytes of tensors that the node has sent to other nodes since it joined, by their names."""
+    """Bytes of tensors that the node has sent to other nodes since it joined, by their names, and its threads."""
 
     sent_bytes: dict[str, int]
+    #: None from a process without workers.
+    threads: ThreadsRecord | None = None
 
 
 class MemoryReply(msgspec.Struct, frozen=True, tag="memory", tag_field="t"):

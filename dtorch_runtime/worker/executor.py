@@ -333,7 +333,8 @@ class WorkerExecutor:
             self._ask_memory(entry, request_id, question)
             return
         elif isinstance(question, AskCounts):
-            reply = CountsReply({} if self._network is None else self._network.sent_bytes())
+            sent_bytes = {} if self._network is None else self._network.sent_bytes()
+            reply = CountsReply(sent_bytes, self._share.record())
         self._report(Replied(session=session, request_id=request_id, reply=reply))
 
     def _ask_memory(self, entry: _OpenSession, request_id: int, question: AskMemory) -> None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 
+from dtorch_runtime.wire.records import ThreadsRecord
 from dtorch_runtime.worker.streams.base import Stream
 
 Job: TypeAlias = Callable[[], None]
@@ -42,6 +43,10 @@ class ThreadShare:
         """Agents on the same machine have come or gone."""
         self._num_cores = num_cores
         self._divide()
+
+    def record(self) -> ThreadsRecord:
+        """How the cores are divided, for whoever asks."""
+        return ThreadsRecord(self._num_cores, self._num_workers, self.per_worker, bool(self._fixed))
 
     def _divide(self) -> None:
         if not self._fixed:

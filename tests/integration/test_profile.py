@@ -254,6 +254,12 @@ def test_counters_count(mesh: dtorch.DeviceMesh) -> None:
     assert after.link_bytes[up] > before.link_bytes[up]
     assert after.link_bytes[down] >= before.link_bytes[down] + 16 * 16 * 4
     assert "controller -> client" in str(after)
+    threads = after.threads["node0"]
+    assert threads.num_workers >= 2
+    assert (threads.num_threads, threads.is_fixed) == (1, True), "the setting of the tests' cluster"
+    assert f"1 intra-op threads for each of {threads.num_workers} workers, by DTORCH_NUM_THREADS" in str(
+        after
+    )
 
 
 def test_ops_that_were_not_sent_yet_count(mesh: dtorch.DeviceMesh) -> None:

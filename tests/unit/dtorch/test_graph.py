@@ -36,6 +36,19 @@ def test_a_batch_leaves_when_somebody_waits(controller: Controller) -> None:
     assert kinds[-2:] == [Ops, Fetch]
 
 
+def test_batches_are_large_when_nobody_waits_and_small_when_somebody_does() -> None:
+    with scripted_session(batch_age_s=3600.0, batch_ops=100) as controller:
+        x = dtorch.ones(2)
+        for _ in range(249):
+            x = x + 1
+        assert [message.num_ops for message in controller.messages(Ops)] == [100, 100]
+        for _ in range(3):
+            x.value()
+            x = x + 1
+        x.value()
+        assert [message.num_ops for message in controller.messages(Ops)] == [100, 100, 50, 1, 1, 1]
+
+
 def test_a_batch_leaves_when_it_is_old() -> None:
     with scripted_session(batch_age_s=0.001) as controller:
         x = dtorch.ones(2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtorch_runtime.settings import Settings
-from dtorch_runtime.wire.records import MeshRecord, NodeRecord
+from dtorch_runtime.wire.records import MeshRecord, NodeRecord, ThreadsRecord
 from dtorch_runtime.worker import executor
 from dtorch_runtime.worker.executor import WorkerExecutor
 from dtorch_runtime.worker.streams.cpu import CpuStream
@@ -39,6 +39,7 @@ def test_cores_are_divided_among_workers(fixed, num_cores, num_workers, expected
     for _ in range(num_workers):
         share.add_worker()
     assert share.per_worker == expected
+    assert share.record() == ThreadsRecord(num_cores, num_workers, expected, bool(fixed))
 
 
 def test_each_worker_uses_its_share_and_follows_when_another_starts():
