@@ -33,6 +33,7 @@ from dtorch_runtime.node.events import (
     PeerNodeJoined,
     PeerNodeLost,
     Received,
+    ReceivedFromParent,
     Reported,
     RunOps,
     Send,
@@ -230,9 +231,9 @@ class NodeAgent:
     def _step_timed(self, event: Event) -> None:
         start_ns = time.monotonic_ns()
         self._step(event)
-        if isinstance(event, Received):
+        if isinstance(event, Received | ReceivedFromParent):
             message = event.message
-            number = getattr(message, "seq", getattr(message, "request_id", 0))
+            number = getattr(message, "seq", getattr(message, "request_id", getattr(message, "number", 0)))
             num_bytes = sum(memoryview(frame).nbytes for frame in event.frames)
             self._tapes.add(getattr(message, "session", None), tag_of(message), number, start_ns, num_bytes)
         else:

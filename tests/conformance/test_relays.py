@@ -24,6 +24,7 @@ from dtorch_runtime.transport.base import ClientLink, ServerLink
 from dtorch_runtime.transport.memory import MemoryHub
 from dtorch_runtime.transport.security import CurveKeys, load_keys, write_keys
 from dtorch_runtime.transport.zeromq import ZmqClientLink, ZmqServerLink
+from dtorch_runtime.wire.codec import encode
 from dtorch_runtime.wire.messages import (
     Credit,
     DefineMesh,
@@ -31,6 +32,10 @@ from dtorch_runtime.wire.messages import (
     Fetch,
     NodeDown,
     Ops,
+    RelayBeat,
+    Relayed,
+    RelayHello,
+    Subgraph,
     ValueData,
     Welcome,
 )
@@ -186,6 +191,28 @@ async def test_steps_that_nobody_waits_for_arrive_in_order(cluster: Cluster) -> 
     await cluster.credited()
     for agent in cluster.agents:
         assert agent.state.num_outstanding == 0
+
+
+async def test_strangers_at_a_node_change_nothing(cluster: Cluster) -> None:
+    cluster.run(1)
+    await cluster.credited()
+    agent = cluster.agents[6]
+    stranger = await cluster.wires.connect(agent._config.relay_endpoint)
+    relay = cluster.server.state._fanout.relay
+    assert relay is not None
+    guessed = RelayHello(session_key=b"guess" * 6, relay=relay.number)
+    forged = Relayed(relay=relay.number, number=2, after={})
+    for message in (guessed, forged, RelayBeat(relay=relay.number, number=99)):
+        stranger.send([encode(message), encode(Subgraph(session=1, seq=9)), frame(op(1, 9))])
+    for junk in (b"", b"junk", encode(client_hello())):
+        stranger.send([junk])
+    for step in range(2, 21):
+        cluster.run(step)
+        assert await cluster.fetch(step, 6) == number(step)
+    await cluster.credited()
+    assert cluster.server.state._fanout.relay is relay
+    assert agent.state._sessions[1].done == cluster.seq
+    stranger.close()
 
 
 @pytest.mark.parametrize("position", [0, 2, 6])

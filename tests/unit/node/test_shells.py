@@ -156,6 +156,34 @@ async def test_work_waits_for_an_executor_that_is_still_being_made(stage: Stages
     assert bytes((await client.wait_for(ValueData))[1][0]) == array("q", [19]).tobytes()
 
 
+async def test_flood_of_one_session_lets_another_through(stage: Stages) -> None:
+    executors: list[NullExecutor] = []
+
+    def gated(report: ReportEvent) -> Executor:
+        executors.append(NullExecutor(report=report, is_gated=True))
+        return executors[0]
+
+    made = await stage(gated)
+    flood, small = await made.client(), await made.client()
+    window = _SETTINGS.shared_window_ops
+    for seq in range(1, 51):
+        flood.send(Ops(seq=seq, graph_id=1, num_ops=window // 4), frame(op(1, seq)))
+    flood.send(Fetch(request_id=1, value_id=50, device=0))
+    await wait_until_async(lambda: made.server.state.turns.num_waiting(1) == 47, "the rest to wait")
+    small.send(Ops(seq=1, graph_id=1, num_ops=1), frame(op(1, 5)))
+    small.send(Fetch(request_id=1, value_id=5, device=0))
+    await wait_until_async(
+        lambda: executors[0].num_held == 4 + 2, "what there is room for, and all of the other"
+    )
+    executors[0].release(6)
+    await small.wait_for(ValueData)
+    assert (await small.wait_for(Credit))[0].seq == 1
+    arriving = asyncio.create_task(flood.wait_for(ValueData))
+    await wait_until_async(lambda: executors[0].release() or arriving.done(), "the rest to have its turn")
+    assert bytes((await arriving)[1][0]) == array("q", [50]).tobytes()
+    assert made.server.state.turns.is_empty
+
+
 async def test_executor_that_cannot_be_made_ends_the_node(stage: Stages) -> None:
     has_joined = threading.Event()
 
