@@ -11,6 +11,7 @@ import msgspec
 from dtorch_runtime.ir.body import BodyOp
 from dtorch_runtime.passes.body import Body
 from dtorch_runtime.passes.memory import Memory
+from dtorch_runtime.passes.transfers import transfer_arg
 from dtorch_runtime.wire.records import Arg, Slot, TemplateRecord
 
 _IN_PLACE: Final = """
@@ -76,7 +77,8 @@ def reuse_memory(body: Body) -> Body:
     """The body with elementwise ops in place, where their input dies.
 
     Never where the memory is that of an input or an output of the call, or has views that are read later or by the
-    same op; where the result is of another shape, dtype or layout; where it is not known whose memory it is.
+    same op; where the result is of another shape, dtype or layout; where it is not known whose memory it is; where a
+    redistribution reads it, which may be under way still and would have to be waited for.
     """
     return _Reusing(body).run()
 
@@ -87,6 +89,7 @@ class _Reusing:
     Attributes:
         last_use: the last op that reads anything of an area of memory.
         own: values that ops made in memory of their own: they begin where it begins, and fill it.
+        sent: areas that a redistribution reads.
         name_of: for a value that is another one by now, that.
     """
 
@@ -98,6 +101,7 @@ class _Reusing:
             for value in op.inputs:
                 self._last_use[memory.area(value)] = index
         self._own: set[int] = set()
+        self._sent = {memory.area(op.inputs[0]) for op in body.ops if transfer_arg(op.template) is not None}
         self._name_of: dict[int, int] = {}
         self._templates: dict[tuple[int, int], TemplateRecord] = {}
 
@@ -135,6 +139,7 @@ class _Reusing:
             area = memory.area(value)
             if (
                 value in self._own
+                and area not in self._sent
                 and self._last_use.get(area) == index
                 and not memory.is_outer(value)
                 and all(other == value or memory.area(other) != area for other in op.inputs)
@@ -144,9 +149,13 @@ class _Reusing:
 
     def _become(self, old: int, new: int) -> None:
         """A value gets another content, under the name of another one."""
-        last_use = self._last_use.get(self._memory.area(new), -1)
-        self._memory.unite(old, new)
-        self._last_use[self._memory.area(old)] = last_use
+        memory = self._memory
+        last_use = self._last_use.get(memory.area(new), -1)
+        is_sent = memory.area(new) in self._sent
+        memory.unite(old, new)
+        self._last_use[memory.area(old)] = last_use
+        if is_sent:
+            self._sent.add(memory.area(old))
         self._own.add(new)
         first = self._name(old)
         if new <= self._body.num_outer:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import monotonic_ns
+from typing import Any, Protocol
+
+import torch
 
 from dtorch_runtime.ir.body import expand, parse_body
 from dtorch_runtime.ir.stream import FREE
@@ -13,6 +16,21 @@ from dtorch_runtime.worker.arguments import Runner
 from dtorch_runtime.worker.blobs import Blobs
 from dtorch_runtime.worker.kernels import REDISTRIBUTE
 from dtorch_runtime.worker.transfers import Transfers
+
+
+class Marks(Protocol):
+    """Ranges in the trace of a tool that watches the process: ``torch.cuda.nvtx``, whose ranges Nsight shows."""
+
+    def range_push(self, msg: str) -> Any:
+        """A range begins in this thread."""
+
+    def range_pop(self) -> Any:
+        """The last one ends."""
+
+
+def find_marks() -> Marks | None:
+    """Where ranges go; None without CUDA. Untested on a GPU."""
+    return torch.cuda.nvtx if torch.cuda.is_available() else None
 
 
 class Timer:
@@ -42,6 +60,7 @@ class Timer:
         self._drop_inner = drop_inner
         self._blobs = blobs
         self._transfers = transfers
+        self._marks = find_marks()
 
     def runner(self, template_id: int) -> Runner:
         """Does what the plain one does, and notes how long it took, and how long its inputs were waited for."""
@@ -70,7 +89,7 @@ class Timer:
                 add(template_id, words[i + 1], start_ns)
             return stop
 
-        return run
+        return run if record is None or self._marks is None else _marked(self._marks, record.op, run)
 
     def _body(self, record: TemplateRecord) -> Runner:
         """A captured call op by op, so that each is seen."""
@@ -85,3 +104,14 @@ class Timer:
             return i + record.width
 
         return run
+
+
+def _marked(marks: Marks, op: str, run: Runner) -> Runner:
+    def marked(words: list[int], i: int) -> int:
+        marks.range_push(op)
+        try:
+            return run(words, i)
+        finally:
+            marks.range_pop()
+
+    return marked

@@ -1,6 +1,6 @@
 """Random programs under ``dtorch.capture`` with passes: replays give the bits of eager calls.
 
-Many more, with every subset of the passes: ``python -m tests.numerics.programs.captured``.
+Many more, with more subsets of the passes: ``python -m tests.numerics.programs.captured``.
 """
 
 from __future__ import annotations

@@ -77,6 +77,12 @@ def another_shape_or_layout(b: BodyWriter) -> None:
     b.op("relu", b.op("neg", 1), out=3, fits=False)
 
 
+def what_may_be_under_way(b: BodyWriter) -> None:
+    own = b.op("neg", 1)
+    b.op("max", b.move(own, "P", "R"), out=(0, 4))
+    b.op("relu", own, out=3)
+
+
 def no_elementwise_op(b: BodyWriter) -> None:
     b.op("max", b.op("neg", 1), out=(3, 0))
 
@@ -90,8 +96,15 @@ NEW_MEMORY = [
     a_view_that_the_op_reads,
     a_view_that_dies_with_it,
     another_shape_or_layout,
+    what_may_be_under_way,
     no_elementwise_op,
 ]
+
+
+def test_what_is_sent_afterwards_may_be_written_to_before():
+    b = body("P R")
+    b.move(b.op("relu", b.op("neg", 1)), "P", "R", out=3)
+    assert b.shown("reuse") == ["4 = neg 1", "relu_.default 4", "3 = P->R 4"]
 
 
 @pytest.mark.parametrize("write", NEW_MEMORY, ids=lambda function: function.__name__)

@@ -11,6 +11,7 @@ import torch
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.tape import BATCH, SPAN_WORDS
 from dtorch_runtime.wire.records import BodyRecord, LaneRecord, TemplateRecord
+from dtorch_runtime.worker import timed
 from dtorch_runtime.worker.blobs import Poison
 from tests.support.device_bench import ADD, BAD, ELSEWHERE, NEG, Bench
 
@@ -120,3 +121,27 @@ def test_an_ended_session_stops_at_the_next_op():
     bench.run(NEG, 0, 10, 21)
     assert 21 not in bench.blobs
     assert not bench.reported
+
+
+class Ranges:
+    """What would go to NVTX."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def range_push(self, msg: str) -> None:
+        self.seen.append(msg)
+
+    def range_pop(self) -> None:
+        self.seen.append("end")
+
+
+def test_each_op_is_a_range_where_something_shows_them(monkeypatch: pytest.MonkeyPatch):
+    ranges = Ranges()
+    monkeypatch.setattr(timed, "find_marks", lambda: ranges)
+    bench = new_bench(FAILING)
+    bench.values.start_trace(100)
+    bench.run(NEG, 3, 10, 20, *CALL)
+    stop(bench)
+    ops = [bench.values.session.templates[number].op for number in (NEG, NEG, BAD)]
+    assert ranges.seen == [ops[0], "end", ops[1], "end", ops[2], "end"]
