@@ -14,6 +14,7 @@ COMMANDS = (
     ["benchmarks.fetch"],
     ["benchmarks.collectives"],
     ["benchmarks.collectives", "--nodes", "2"],
+    ["benchmarks.overlap"],
     ["benchmarks.decode"],
     ["benchmarks.load_memory"],
     ["benchmarks.failure"],

@@ -25,9 +25,12 @@ from dtorch_runtime.wire.records import (
     AskMemory,
     FailureRecord,
     LaneRecord,
+    ListArg,
+    MeshRecord,
     Slot,
     StartTrace,
     StopTrace,
+    TemplateRecord,
     TraceReply,
 )
 from dtorch_runtime.worker import kernels
@@ -197,6 +200,24 @@ def test_an_ended_session_ends_transfers_and_their_waits(rig, gate):
     rig._mesh_ids.clear()
     rows, move = put_rows(rig), gather(rig)
     assert all(torch.equal(piece, ROWS) for piece in rig.get(rig.op(move, rows), [0, 1]).values())
+
+
+def test_another_session_is_not_held_up(rig, gate):
+    rows, move = put_rows(rig), gather(rig)
+    close_the_gate(rig)
+    whole = rig.op(move, rows)
+    node = rig.node_of(0)
+    node.executor.open_session(2)
+    node.executor.define_mesh(2, MeshRecord(1, "cpu", [1], [0]))
+    ones = TemplateRecord(1, "aten::ones", [ListArg([2])], {}, 0, 1, 0, [1])
+    node.executor.define_templates(2, [ones])
+    node.executor.run(2, 1000, [1, 0, 50])
+    node.executor.fetch(2, 88, 50, 0)
+    while (88, 0) not in node.values or 1000 not in node.completed:
+        node.pump()
+    assert isinstance(node.values[88, 0], ValueReady)
+    gate.set()
+    assert all(torch.equal(piece, ROWS) for piece in rig.get(whole, [0, 1]).values())
 
 
 def test_a_fetch_of_what_is_pending_waits_for_it(rig, gate):
