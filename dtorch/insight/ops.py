@@ -10,7 +10,7 @@ from dtorch.meshes import mesh_of
 from dtorch.replay.inner_ids import FIRST_INNER_ID
 from dtorch_runtime.ir.body import expand, parse_body
 from dtorch_runtime.ir.records import placement_from_record
-from dtorch_runtime.ir.stream import FREE, walk
+from dtorch_runtime.ir.stream import FREE, WidthsOf, walk
 from dtorch_runtime.wire.records import (
     Arg,
     DeviceArg,
@@ -77,7 +77,7 @@ def shown_stream(
     Args:
         names: of captured functions, by the template of their calls.
     """
-    widths = {number: template.width for number, template in templates.items()}
+    widths = WidthsOf(templates)
     num_calls = 0
     for start, stop in walk(words, widths):
         if words[start] == FREE:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dtorch_runtime.ir.graph import GraphError
-from dtorch_runtime.ir.stream import FREE, walk
+from dtorch_runtime.ir.stream import FREE, WidthsOf, walk
 from dtorch_runtime.wire.records import TemplateRecord
 
 
@@ -46,7 +46,7 @@ def parse_body(record: TemplateRecord, templates: Mapping[int, TemplateRecord]) 
     num_outer = record.num_inputs + record.num_outputs
     steps: list[Step] = []
     made = {0, *range(1, record.num_inputs + 1)}
-    widths = {template_id: template.width for template_id, template in templates.items()}
+    widths = WidthsOf(templates)
     try:
         for start, stop in walk(body.words, widths):
             step = _step(body.words[start:stop], templates)

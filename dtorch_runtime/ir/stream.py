@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+from dtorch_runtime.wire.records import TemplateRecord
 
 FREE = 0
 #: Bytes of one word of the stream.
@@ -36,7 +38,26 @@ def unpack(frame: Any) -> list[int]:
     return view.cast("B").cast("q").tolist()
 
 
-def walk(words: Sequence[int], widths: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+class Widths(Protocol):
+    """Words of a record, by its template."""
+
+    def get(self, number: int, /) -> int | None:
+        """None for a template that is not known."""
+
+
+class WidthsOf:
+    """The widths of templates, looked up one by one: another thread may add templates meanwhile."""
+
+    def __init__(self, templates: Mapping[int, TemplateRecord]) -> None:
+        self._templates = templates
+
+    def get(self, number: int, /) -> int | None:
+        """None for a template that is not known."""
+        found = self._templates.get(number)
+        return None if found is None else found.width
+
+
+def walk(words: Sequence[int], widths: Widths) -> Iterator[tuple[int, int]]:
     """The (start, stop) of each record.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from dtorch_runtime.ir.graph import GraphError
-from dtorch_runtime.ir.stream import FREE, walk
+from dtorch_runtime.ir.stream import FREE, WidthsOf, walk
 from dtorch_runtime.wire.records import TemplateRecord
 
 
@@ -25,7 +25,7 @@ def verify_ops(words: Sequence[int], templates: Mapping[int, TemplateRecord], li
     """
     made: set[int] = set()
     freed: set[int] = set()
-    widths = {template_id: record.width for template_id, record in templates.items()}
+    widths = WidthsOf(templates)
 
     def exists(value_id: int) -> bool:
         return value_id in made or (value_id in live and value_id not in freed)

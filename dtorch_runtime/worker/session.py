@@ -12,7 +12,7 @@ import torch
 from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.ir.body import BodyOp, expand, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.stream import FREE, walk
+from dtorch_runtime.ir.stream import FREE, WidthsOf, walk
 from dtorch_runtime.tape import BATCH, Tape
 from dtorch_runtime.wire.records import (
     DeviceMemoryRecord,
@@ -274,7 +274,7 @@ class DeviceSession:
         assert self._ledger is not None
         words, templates = self._ledger.words[self._ledger.start :], self.session.templates
         used: set[int] = set()
-        for start, stop in walk(words, {number: template.width for number, template in templates.items()}):
+        for start, stop in walk(words, WidthsOf(templates)):
             if words[start] == FREE:
                 for value_id in words[start + 2 : stop]:
                     if value_id not in used:
@@ -308,7 +308,7 @@ class DeviceSession:
     def _origins(self, words: Sequence[int]) -> dict[int, Origin]:
         templates = self.session.templates
         found: dict[int, Origin] = {}
-        for start, _ in walk(words, {number: template.width for number, template in templates.items()}):
+        for start, _ in walk(words, WidthsOf(templates)):
             if words[start] != FREE:
                 record = templates[words[start]]
                 first = start + 2 + record.num_inputs
