@@ -14,7 +14,7 @@ from dtorch_runtime.passes.rewrite import OwnTemplates, rewrite
 from dtorch_runtime.wire.records import TemplateRecord
 
 if TYPE_CHECKING:  # recordings keep one of these
-    from dtorch.replay.recording import Op
+    from dtorch.replay.templates import Op
 
 
 @dataclass(frozen=True, slots=True)

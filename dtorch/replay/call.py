@@ -12,7 +12,7 @@ from dtorch.graph import Graph, Handle, ViewHandle, next_write
 from dtorch.issue import make_symbol
 from dtorch.location import describe
 from dtorch.meshes import mesh_of, node_of_devices
-from dtorch.replay.recording import Op, free_inputs, make_template
+from dtorch.replay.templates import Op, free_inputs, make_template
 from dtorch.replay.watch import PLAIN
 from dtorch.spec import Spec
 from dtorch.tensors import Tensor

@@ -22,7 +22,7 @@ from dtorch.insight.spans import Clock, Span, received_bytes, spans_of
 from dtorch.insight.table import table_of
 from dtorch.meshes import mesh_id
 from dtorch.replay.inner_ids import FIRST_INNER_ID
-from dtorch.replay.recording import Op
+from dtorch.replay.templates import Op
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.tape import BATCH, WAIT
