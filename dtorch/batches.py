@@ -24,11 +24,19 @@ class Batches:
         self._graphs: WeakValueDictionary[int, Graph] = WeakValueDictionary()
         #: What graphs had not sent when they died: graph id, words, number of ops, dropped values.
         self.orphans: list[tuple[int, list[int], int, list[int]]] = []
+        #: Guarded by the lock: runs of ops that were found to repeat, and sent as one record.
+        self.num_replays = 0
 
     def add(self, graph: Graph) -> None:
         """Watch a graph."""
         with self._lock:
             self._graphs[graph.graph_id] = graph
+
+    def count_replays(self, count: int) -> None:
+        """So many runs of ops were sent as one record each."""
+        if count:
+            with self._lock:
+                self.num_replays += count
 
     def is_any_begun(self) -> bool:
         """Whether some graph has ops to send."""
@@ -47,7 +55,7 @@ class Batches:
         limit_s = time.monotonic() - age_s
         is_busy = False
         for graph in self._live():
-            is_busy |= graph.flush_if_older(limit_s)
+            is_busy |= graph.flush_if_older(limit_s, keeps=age_s > 0)
         while self.orphans and self._session.has_room(self.orphans[0][2]):
             graph_id, words, num_ops, dropped = self.orphans.pop(0)
             self._session.send_ops(graph_id, pack([*words, FREE, len(dropped), *dropped]), num_ops)

@@ -9,12 +9,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dtorch.future import SyncFuture
 from dtorch.insight.drawing import dump
 from dtorch.insight.ops import shown_stream
+from dtorch.replay.automatic import AWAITED, PAUSED, Replayer, with_frees
 from dtorch_runtime.errors import MeshError
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.stream import FREE, pack, unpack
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # a session makes graphs; a recording is of one
     from dtorch.connection import Session
     from dtorch.insight.explain import RecordedCall
     from dtorch.replay.recording import Recording
+    from dtorch_runtime.wire.records import TemplateRecord
 
 #: Dropped values are told to the cluster when so many are pending, or with the next batch.
 FREE_BATCH = 16
@@ -31,6 +34,10 @@ FREE_BATCH = 16
 
 #: Batches that were sent and are kept for ``Graph.dump``.
 _NUM_RECENT = 8
+
+#: So often, a batch's age each time, the beginning of a run waits for the rest of it; half as often for a program
+#: that issues nothing meanwhile.
+_MAX_WAITS = 6
 
 #: The name of the one axis of the mesh that tensors get when nobody names one.
 DEFAULT_AXIS = "default"
@@ -113,14 +120,24 @@ class ViewHandle(Handle):
         self.offset_bytes = offset_bytes
 
 
+def _define_run(session: Session, record: TemplateRecord) -> int:
+    number = session.define_template(record)
+    session.names.setdefault(number, "a run that repeats")
+    return number
+
+
 class Graph:
     """An independent stream of ops. Ops of one graph run in order; graphs run concurrently.
 
     An op belongs to the graph of its tensors, or, when it has none, to the current graph of the thread:
     the innermost ``with graph:``, else ``Graph.default_graph()``. Any thread may issue on any graph.
+
+    Args:
+        session: the current one when None.
+        auto_capture: find runs of ops that repeat, and send each as one record; the setting when None.
     """
 
-    def __init__(self, session: Session | None = None) -> None:
+    def __init__(self, session: Session | None = None, *, auto_capture: bool | None = None) -> None:
         #: Guarded by the lock: the batch to come, and the ops in it.
         self.words: list[int] = []
         self.num_ops = 0
@@ -147,6 +164,14 @@ class Graph:
         self.thread_id = threading.get_ident()
         #: The number of the last message sent.
         self.last_seq = 0
+        #: Replaces runs of ops that repeat, or None; guarded by the lock, as what it alone uses: what is freed before
+        #: which of the words, and how often the end of a batch has waited, with how many ops, to become a run.
+        self.replayer: Replayer | None = None
+        self._frees: list[tuple[int, list[int]]] = []
+        self._num_waits = self._num_waiting = 0
+        if session.settings.auto_capture if auto_capture is None else auto_capture:
+            define = partial(_define_run, session)  # nothing of the graph, which ends with its last symbol
+            self.replayer = Replayer(session.templates, define, session.new_inner_ids, self.max_ops // 2)
         #: What keeps the ops that are issued, while a captured function runs for the first time.
         self.recording: Recording | None = None
         #: Collects the values that are freed, while somebody wants to know.
@@ -247,29 +272,58 @@ class Graph:
         count = len(self.dropped)
         if self.freed is not None:
             self.freed.update(self.dropped[:count])
-        self.words.append(FREE)
-        self.words.append(count)
-        self.words.extend(self.dropped[:count])
+        if self.replayer is not None:
+            self._frees.append((len(self.words), self.dropped[:count]))
+        else:
+            self.words.append(FREE)
+            self.words.append(count)
+            self.words.extend(self.dropped[:count])
         del self.dropped[:count]
 
-    def send_batch(self) -> None:
-        """Send what was appended, after waiting for room. The lock is held."""
+    def send_batch(self, why: str | None = None) -> None:
+        """Send what was appended, after waiting for room. The lock is held.
+
+        Args:
+            why: what all of it is sent for; None when it is enough for a batch.
+        """
         if self.dropped:
             self.free_dropped()
-        if not self.words:
+        if not self.words and not self._frees:
+            if self.replayer is not None:
+                self.replayer.rewrite([], (), why)
             return
+        self._num_waits = 0
         self.session.wait_for_room(self.num_ops, 0, self.graph_id)
         with DeferredInterrupts():
-            self._send_now()
+            self._send_now(why)
 
-    def _send_now(self) -> None:
+    def _send_now(self, why: str | None) -> None:
         words, self.words = self.words, []
+        num_ops, self.num_ops = self.num_ops, 0
         if self.recording is not None:
             self.recording.words += words
-        num_ops, self.num_ops = self.num_ops, 0
+        if self.replayer is not None:
+            words, num_ops = self._replayed(self.replayer, words, num_ops, why)
+        if not words:
+            return
         frame = pack(words)
         self.recent.append(frame)
         self.last_seq = self.session.send_ops(self.graph_id, frame, num_ops)
+
+    def _replayed(
+        self, replayer: Replayer, words: list[int], num_ops: int, why: str | None
+    ) -> tuple[list[int], int]:
+        """What is sent of these words, and as how many ops it counts; the rest begins the next batch."""
+        frees, self._frees = self._frees, []
+        if self.recording is not None:
+            return with_frees(words, frees), num_ops
+        found = replayer.rewrite(words, frees, why)
+        self.session.batches.count_replays(found.num_replays)
+        self.words, self._frees = words[found.rest :], found.rest_frees
+        self.num_ops = self._num_waiting = found.num_rest_ops
+        if self.words:
+            self.begin_batch()
+        return found.words, num_ops - found.num_rest_ops
 
     def flush(self) -> int:
         """Send what was appended; returns the number of the last message.
@@ -279,30 +333,37 @@ class Graph:
         """
         self.session.check_open()  # before the lock: in a forked child another thread may have held it
         with self.lock:
-            self.send_batch()
+            self.send_batch(AWAITED)
             return self.last_seq
 
-    def flush_if_older(self, than_s: float) -> bool:
+    def flush_if_older(self, than_s: float, *, keeps: bool) -> bool:
         """Send a batch begun before ``than_s``, or what was dropped since, if that needs no waiting.
 
         False when no op is left to send.
+
+        Args:
+            keeps: whether the beginning of a run may wait for the rest of it, while its thread goes on.
         """
         if not self.lock.acquire(blocking=False):
             return True  # its thread is issuing right now
         try:
-            is_due = self.started_s <= than_s if self.words else bool(self.dropped)
+            is_due = self.started_s <= than_s if self.words else bool(self.dropped or self._frees)
             if is_due and self.session.has_room(self.num_ops, self.graph_id):
                 if self.dropped:
                     self.free_dropped()
-                self._send_now()
+                self._num_waits += 1 if self.num_ops > self._num_waiting else _MAX_WAITS // 2
+                self._send_now(None if keeps and self._num_waits < _MAX_WAITS else PAUSED)
+                if not self.words:
+                    self._num_waits = 0
             return bool(self.words)
         finally:
             self.lock.release()
 
     def __del__(self) -> None:
         # A graph outlives its values; what it has not sent yet is left to the session's thread.
-        if self.words or self.dropped:
-            self.session.batches.orphans.append((self.graph_id, self.words, self.num_ops, self.dropped))
+        if self.words or self.dropped or self._frees:
+            dropped = [*(value for _, ids in self._frees for value in ids), *self.dropped]
+            self.session.batches.orphans.append((self.graph_id, self.words, self.num_ops, dropped))
 
     # ---- for people ----
 

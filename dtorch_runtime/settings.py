@@ -67,6 +67,8 @@ class Settings:
     passes: str = "all"
     #: Compile neighbouring elementwise ops of this client's captured calls, on the nodes, while they already run.
     compile: bool = False
+    #: Graphs find runs of ops that repeat by themselves, and send each as one record.
+    auto_capture: bool = False
     #: Bytes that the values on one device may hold, of all sessions; 0 sets no limit.
     device_memory_bytes: int = 0
     #: Check the invariants of every state machine and plan while running (slow).

@@ -19,6 +19,7 @@ class Counters:
         misses: calls that had to be planned, because the cache of calls did not have them.
         replays: calls of captured functions that issued one record.
         recordings: calls of captured functions that were recorded.
+        auto_replays: runs of ops that ``auto_capture`` found to repeat, and that were sent as one record.
         batches: messages with ops.
         fetches: values that were asked for.
         link_bytes: bytes from one process to another: this session's between ``"client"`` and ``"controller"``, and
@@ -33,6 +34,7 @@ class Counters:
     misses: int = 0
     replays: int = 0
     recordings: int = 0
+    auto_replays: int = 0
     batches: int = 0
     fetches: int = 0
     link_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Counters:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        counts = ("ops", "misses", "replays", "recordings", "batches", "fetches")
+        counts = ("ops", "misses", "replays", "recordings", "auto_replays", "batches", "fetches")
         lines = [f"{name:<12}{getattr(self, name):>14}" for name in counts]
         links = [(f"{source} -> {target}", count) for (source, target), count in self.link_bytes.items()]
         width = max((len(name) for name, _ in links), default=0)
@@ -78,6 +80,7 @@ def counters() -> Counters:
         misses=counts.num_misses,
         replays=replays,
         recordings=recordings,
+        auto_replays=session.batches.num_replays,
         batches=counts.num_batches,
         fetches=counts.num_fetches,
         link_bytes=links,

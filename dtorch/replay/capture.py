@@ -14,6 +14,7 @@ from dtorch.graph import Graph
 from dtorch.insight.drawing import dump
 from dtorch.replay.arguments import Arguments
 from dtorch.replay.call import NotReplayable
+from dtorch.replay.found import explain_runs
 from dtorch.replay.plan import Plan, Recorder, Unsettled
 from dtorch.replay.signatures import Signature, Signatures
 from dtorch.replay.watch import function_name
@@ -201,9 +202,14 @@ class _Capture:
     def explain(self, function: Any) -> str:
         """What was recorded of a captured function, how often it was replayed, and why it was recorded again.
 
+        Of a ``Graph``: the runs of ops that ``auto_capture`` has found in it, how often each was replayed, and why it
+        was broken off.
+
         Raises:
             CaptureError: the function is not captured.
         """
+        if isinstance(function, Graph):
+            return explain_runs(function)
         return _captured(function).explain()
 
     def dump(self, function: Any, path: str | os.PathLike[str] | None = None) -> str:

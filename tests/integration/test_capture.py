@@ -434,5 +434,6 @@ def test_the_programs_of_the_documentation(capsys: pytest.CaptureFixture[str]) -
         exec(compile(block, f"docs/capture.md, program {number}", "exec"), names)
     printed = capsys.readouterr().out
     assert "2 replays" in printed
-    assert printed.endswith("True\n")
+    assert "True\n" in printed
+    assert "outputs: sent as one" in printed
     assert replays(names["step"]) == 2

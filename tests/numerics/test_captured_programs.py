@@ -41,6 +41,7 @@ def test_replays_do_what_eager_calls_do(local: LocalCluster) -> None:
         rng = random.Random(number)
         counts += check(local, rng, (rng.choice(SUBSETS), "all"))
     assert counts["replayed"]
+    assert counts["found"]
     assert counts["common"]
     assert counts["redistribute"]
 

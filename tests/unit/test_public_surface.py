@@ -29,7 +29,8 @@ PUBLIC = """
 SETTINGS = """
     wait_timeout_s start_timeout_s stop_timeout_s heartbeat_interval_s heartbeat_timeout_s collective_timeout_s
     max_outstanding_ops shared_window_ops max_outstanding_bytes batch_ops batch_age_s relay_min_nodes relay_fanout
-    chunk_bytes num_threads beside_bytes keep_memory passes compile device_memory_bytes check
+    chunk_bytes num_threads beside_bytes keep_memory passes compile auto_capture device_memory_bytes
+    check
 """
 
 

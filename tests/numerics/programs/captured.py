@@ -1,5 +1,7 @@
 """Random programs under ``dtorch.capture``: replays give the same bits as eager calls, whatever passes are chosen.
 
+So do eager calls on a graph that finds what repeats by itself.
+
 Many: ``python -m tests.numerics.programs.captured --count 200``.
 """
 
@@ -102,18 +104,32 @@ class Function:
 
     def call(self, *, captured: bool) -> tuple[list[dict[str, torch.Tensor]], str]:
         """What each of three calls with new inputs gives, and what ``explain`` says."""
-        shape = self.mesh_shape
-        mesh = DeviceMesh.from_flat("cpu", shape, range(math.prod(shape)))
-        names = dtorch_side(mesh)
-        names["drawn"] = lambda seed, draw, x: draw(x.clone())  # seeds are set outside
-        names["there_and_back"] = _there_and_back
-        exec(self.source, names)
+        mesh, names = self._names()
         function = names["function"]
         if captured:
             function = dtorch.capture(fallback=True)(function)
         with dtorch.Graph.default_graph().device_mesh_guard(mesh):
             results = [self._results(function, names) for _ in range(3 if captured else 1)]
         return results, dtorch.capture.explain(function) if captured else ""
+
+    def call_again(self) -> tuple[list[dict[str, torch.Tensor]], int]:
+        """What each of six eager calls gives on a graph that looks for repeats, and how many runs it replayed."""
+        mesh, names = self._names()
+        with dtorch.Graph(auto_capture=True) as graph, graph.device_mesh_guard(mesh):
+            results = [self._results(names["function"], names) for _ in range(6)]
+            assert graph.replayer is not None
+            graph.replayer.validate()
+            return results, graph.replayer.num_replays
+
+    def _names(self) -> tuple[DeviceMesh, dict[str, Any]]:
+        """The mesh, and the function with everything that it uses."""
+        shape = self.mesh_shape
+        mesh = DeviceMesh.from_flat("cpu", shape, range(math.prod(shape)))
+        names = dtorch_side(mesh)
+        names["drawn"] = lambda seed, draw, x: draw(x.clone())  # seeds are set outside
+        names["there_and_back"] = _there_and_back
+        exec(self.source, names)
+        return mesh, names
 
     def _results(self, function: Any, names: dict[str, Any]) -> dict[str, torch.Tensor]:
         exec("\n".join(self.inputs), names)
@@ -177,6 +193,13 @@ def check(cluster: LocalCluster, rng: random.Random, subsets: Sequence[str] = SU
             results, text = function.call(captured=True)
         for number, found in enumerate(results):
             _compare(found, expected, f"call {number} with passes {passes} of\n{function.source}\n{text}")
+    with session(cluster, "all"):
+        again, num_replays = function.call_again()
+    for number, found in enumerate(again):
+        _compare(
+            found, expected, f"eager call {number} on a graph that looks for repeats, of\n{function.source}"
+        )
+    counts["found"] = int(num_replays > 0)
     counts["replayed"] = int("1 recording, 2 replays" in text)
     counts.update(
         {
