@@ -57,7 +57,8 @@ def kernel_us(op: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.T
         op: ``namespace::name.overload``.
     """
     if not outputs or _is_view(inputs, outputs[0]):
-        outputs = inputs[:1] if op.partition(".")[0].endswith("_") else ()
+        base, _, overload = op.partition(".")
+        outputs = inputs[:1] if base.endswith("_") or overload in ("out", "grad_input") else ()
         if not outputs:
             return 0.0
     name = op.partition("::")[2].partition(".")[0]

@@ -53,4 +53,5 @@ def test_a_view_costs_nothing_and_a_write_what_it_writes() -> None:
     assert kernel_us("aten::view", [x], [x.view(-1)]) == 0.0
     assert kernel_us("aten::neg", [x], [torch.empty(1000, 1000)]) > 100.0
     assert kernel_us("aten::add_.Tensor", [x, x], []) > 100.0
+    assert kernel_us("aten::mul.out", [x, x], []) > 100.0
     assert kernel_us("aten::neg", [x], []) == 0.0
