@@ -2,6 +2,9 @@
 
 They are kept and used again, because fresh memory costs a page fault for every 4 KiB. They go when their pool is
 closed; those of a process that was killed are removed by whoever notices, with ``unlink_segments_of``.
+
+Behind the bytes that are lent each has a *receipt*: the reader says there that it has read, and a sender that looks
+needs no message. One that wants to be told all the same says so there too.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import threading
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from dtorch_runtime.errors import TransportError
+from dtorch_runtime.transport.semaphores import HAS_SEMAPHORES, SEMAPHORE_BYTES, SharedSemaphore
 
 _FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"dtorch-(\d+)-[0-9a-f]{8}-\d+")
 #: Smallest segment; sizes are powers of two, so that segments fit again.
 _MIN_BYTES = 64 * 1024
+_RECEIPT_BYTES = 2 * SEMAPHORE_BYTES
 #: A pool takes at most this share of what is free in /dev/shm when it is made.
 _SHARE_OF_FREE = 0.25
 
@@ -33,6 +39,37 @@ class Segment:
     name: str
     num_bytes: int
     memory: mmap.mmap
+
+    @cached_property
+    def receipt(self) -> Receipt:
+        """Of what was written to it last."""
+        return Receipt(self.memory, self.num_bytes)
+
+
+class Receipt:
+    """What reader and sender of a segment tell each other without a message. Only where there are semaphores."""
+
+    def __init__(self, memory: mmap.mmap, offset_bytes: int) -> None:
+        self._read = SharedSemaphore(memory, offset_bytes)
+        self._wanted = SharedSemaphore(memory, offset_bytes + SEMAPHORE_BYTES)
+
+    def set_up(self) -> None:
+        """Nothing was read yet, and no message is wanted."""
+        self._read.set_up(0)
+        self._wanted.set_up(0)
+
+    def sign(self) -> bool:
+        """The reader: it has been read. Whether the sender wants a message."""
+        self._read.post()
+        return self._wanted.try_wait()
+
+    def is_signed(self) -> bool:
+        """The sender: whether it has been read; true once."""
+        return self._read.try_wait()
+
+    def want_message(self) -> None:
+        """The sender: if it is not read by now, tell me."""
+        self._wanted.post()
 
 
 class SegmentPool:
@@ -62,6 +99,8 @@ class SegmentPool:
             segment = free.pop() if free else self._make(size)
             if segment is not None:
                 self._lent[segment.name] = segment
+                if HAS_SEMAPHORES:
+                    segment.receipt.set_up()
             return segment
 
     def _make(self, size: int) -> Segment | None:
@@ -75,8 +114,8 @@ class SegmentPool:
             return None
         try:
             # Reserves the memory: without it a full /dev/shm kills the process at the first write.
-            os.posix_fallocate(file, 0, size)
-            memory = mmap.mmap(file, size)
+            os.posix_fallocate(file, 0, size + _RECEIPT_BYTES)
+            memory = mmap.mmap(file, size + _RECEIPT_BYTES)
         except OSError:
             _unlink(name)
             return None
@@ -154,7 +193,9 @@ def _map(name: str) -> Segment:
             status = os.fstat(file)
             if status.st_uid != os.geteuid():
                 raise TransportError(f"shared-memory segment {name} is another user's")
-            return Segment(name, status.st_size, mmap.mmap(file, status.st_size))
+            if status.st_size <= _RECEIPT_BYTES:
+                raise TransportError(f"shared-memory segment {name} of {status.st_size} bytes is too short")
+            return Segment(name, status.st_size - _RECEIPT_BYTES, mmap.mmap(file, status.st_size))
         finally:
             os.close(file)
     except OSError as error:

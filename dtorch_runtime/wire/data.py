@@ -56,8 +56,9 @@ class ParcelInSegment(DataMessage, frozen=True, kw_only=True, tag="segment"):
     total_bytes: int
     #: Name under /dev/shm.
     segment: str
-    #: The sender, who is told when the parcel has been read.
+    #: The sender, who is told when the parcel has been read: by a message, or by the receipt in the segment.
     node: str
+    has_receipt: bool
 
 
 class ParcelRead(DataMessage, frozen=True, kw_only=True, tag="parcel_read"):

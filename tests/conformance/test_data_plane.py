@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,12 +28,12 @@ from dtorch_runtime.wire.data import (
     BoxTaken,
     ParcelChunk,
     ParcelInSegment,
-    ParcelRead,
     Place,
     encode_data,
 )
 from dtorch_runtime.wire.records import FailureRecord, NodeRecord
 from dtorch_runtime.worker.blobs import Blob, Poison
+from dtorch_runtime.worker.collectives import run_ahead as run_ahead_module
 from dtorch_runtime.worker.collectives.base import ParcelKey
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
@@ -111,6 +112,7 @@ TENSORS = {
 def lent(end: End) -> set[str]:
     """Segments that hold parcels: neither the bell nor mailboxes."""
     network = end.network
+    network._look_at_receipts()
     boxes = {peer.box_segment.name for peer in network._peers.values() if peer.box_segment is not None}
     return set(network._pool._lent) - boxes - {network.mail and network.mail.bell_name}
 
@@ -251,8 +253,45 @@ def test_what_a_device_has_sent_is_counted_until_it_is_read(end, make_pool):
     with pytest.raises(ClusterTimeout, match="what device 3 gave before to be read, ahead of the transfer"):
         run_ahead.wait_for_room(3, "the transfer")
     read.clear()
-    wait_until(lambda: run_ahead.num_unread(3) == 0, "the reader's answers")
+    wait_until(lambda: run_ahead.look() or run_ahead.num_unread(3) == 0, "the reader's answers")
     run_ahead.wait_for_room(3, "the transfer")
+
+
+def test_a_sender_that_waits_for_its_readers_is_told_by_a_message(end, monkeypatch):
+    monkeypatch.setattr(run_ahead_module, "_LOOK_AGAIN_S", 60.0)
+    run_ahead = RunAhead(100_000, timeout_s=20.0)
+    a, b = end("a", pool=pool(), run_ahead=run_ahead), end("b", pool=pool())
+    a.network.connect(b.record())
+    b.network.connect(a.record())
+    looks = []
+    look = run_ahead.look
+    run_ahead.look = lambda: looks.append(look())
+
+    def give() -> None:
+        a.network.send("b", KEY, torch.ones(50_000))
+        run_ahead.wait_for_room(3, "the transfer")
+
+    waiting = threading.Thread(target=give)
+    waiting.start()
+    read = [b.get()]
+    wait_until(lambda: looks, "the sender to find nothing read")
+    read.clear()
+    waiting.join()
+    assert len(looks) == 1
+    assert run_ahead.num_unread(3) == 0
+
+
+def test_a_device_that_is_not_ahead_costs_its_readers_no_message(end):
+    a, b = connected(end, "mailboxes")
+    sent = []
+    b.network._send_to = lambda *message: sent.append(message)
+    for number in range(3):
+        key = KEY._replace(value_id=number)
+        a.network.send("b", key, torch.ones(50_000))
+        b.get(key)
+    a.network._look_at_receipts()
+    assert a.run_ahead.num_unread(3) == 0
+    assert not sent
 
 
 def test_what_is_sent_to_nobody_is_dropped(end):
@@ -288,7 +327,14 @@ CHUNK = ParcelChunk(
     node="a",
 )
 IN_SEGMENT = ParcelInSegment(
-    key=b"key", place=PLACE, dtype="uint8", shape=[4], total_bytes=4, segment="dtorch-1-00000000-1", node="a"
+    key=b"key",
+    place=PLACE,
+    dtype="uint8",
+    shape=[4],
+    total_bytes=4,
+    segment="dtorch-1-00000000-1",
+    node="a",
+    has_receipt=True,
 )
 
 
@@ -318,7 +364,6 @@ MALFORMED = {
     "no such segment": [changed(IN_SEGMENT)],
     "a mailbox that is none": [encode_data(BoxOffer(key=b"key", node="a", segment="dtorch-1-00000000-1"))],
     "a path as mailbox": [encode_data(BoxOffer(key=b"key", node="a", segment="../../etc/passwd"))],
-    "a parcel never sent": [encode_data(ParcelRead(key=b"key", place=PLACE, node="a"))],
 }
 
 

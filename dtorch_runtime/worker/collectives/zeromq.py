@@ -27,7 +27,7 @@ from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.transport.base import LARGE_FRAME_BYTES, LinkLimits
 from dtorch_runtime.transport.mailbox import BELL_BYTES, BOX_BYTES, Mailroom, map_bell, set_up_box
 from dtorch_runtime.transport.security import CurveKeys
-from dtorch_runtime.transport.segments import SegmentPool, SegmentReader, unlink_segments_of
+from dtorch_runtime.transport.segments import Receipt, SegmentPool, SegmentReader, unlink_segments_of
 from dtorch_runtime.transport.semaphores import HAS_SEMAPHORES
 from dtorch_runtime.transport.sockets import (
     UnsentLedger,
@@ -107,6 +107,11 @@ class ZmqNetwork:
         self._run_ahead = run_ahead
         #: Large parcels that were sent and not read: what to call when they are.
         self._unread: dict[tuple[str, Place], Callable[[], None]] = {}
+        #: Those of them whose segment has a receipt, in the order in which they were sent.
+        self._receipts: dict[tuple[str, Place], Receipt] = {}
+        # Reentrant, and for both: a segment is lent again once its parcel is out of these.
+        self._unread_lock = threading.RLock()
+        run_ahead.look = partial(self._look_at_receipts, is_blocked=True)
         self._reader = SegmentReader()
         self.mail = self._new_mailroom()
         #: Agents whose boxes are read and that could not be told yet.
@@ -192,6 +197,7 @@ class ZmqNetwork:
             return
         num_bytes = value.numel() * value.dtype.itemsize
         if num_bytes >= MIN_BYTES:
+            self._look_at_receipts()
             self._unread[node, place] = self._run_ahead.lend(key.device, num_bytes)
             if (
                 self._peers.get(node) is not peer
@@ -223,6 +229,8 @@ class ZmqNetwork:
             return False
         key = (peer.record.name, place)
         self._unread[key] = partial(_both, partial(self._pool.give_back, segment), self._unread[key])
+        if HAS_SEMAPHORES:
+            self._receipts[key] = segment.receipt
         write_to_segment(segment, value)
         message = ParcelInSegment(
             key=self._session_key,
@@ -232,6 +240,7 @@ class ZmqNetwork:
             total_bytes=num_bytes,
             segment=segment.name,
             node=self._node,
+            has_receipt=HAS_SEMAPHORES,
         )
         peer.send(encode_data(message), None, self._ledger, num_bytes, is_parcel=True)
         return True
@@ -322,8 +331,7 @@ class ZmqNetwork:
             case PoisonParcel(place=place, failure=failure):
                 self._deposit(_key_of(place), Poison(failure))
             case ParcelRead(place=place, node=node):
-                if not self._was_read(node, place):
-                    raise MalformedMessage(f"no parcel {place} was sent to {node!r}")
+                self._was_read(node, place)
             case BoxOffer(node=node, segment=segment):
                 self._take_box(node, segment)
             case BoxTaken(node=node, bell=bell):
@@ -406,20 +414,45 @@ class ZmqNetwork:
 
     def _receive_segment(self, message: ParcelInSegment) -> None:
         parcel = read_from_segment(self._reader, message)
-        self._answer_when_read(parcel, message)
+        has_receipt = message.has_receipt and HAS_SEMAPHORES
+        receipt = self._reader.map(message.segment).receipt if has_receipt else None
+        self._answer_when_read(parcel, message, receipt)
         self._deposit(_key_of(message.place), parcel)
 
-    def _answer_when_read(self, parcel: torch.Tensor, message: ParcelChunk | ParcelInSegment) -> None:
+    def _answer_when_read(
+        self, parcel: torch.Tensor, message: ParcelChunk | ParcelInSegment, receipt: Receipt | None = None
+    ) -> None:
         """Tell the sender when the tensor is dropped, on whatever thread that happens. Nobody keeps a view of it."""
         answer = ParcelRead(key=self._session_key, place=message.place, node=self._node)
         send = partial(self._send_to, message.node, encode_data(answer))
-        weakref.finalize(parcel, self._command, send).atexit = False
+        weakref.finalize(parcel, self._answer, receipt, send).atexit = False
 
-    def _was_read(self, node: str, place: Place) -> bool:
-        release = self._unread.pop((node, place), None)
-        if release is not None:
-            release()
-        return release is not None
+    def _answer(self, receipt: Receipt | None, send: Callable[[], None]) -> None:
+        if receipt is None or receipt.sign():
+            self._command(send)
+
+    def _look_at_receipts(self, *, is_blocked: bool = False) -> None:
+        """Take note of what was read. A message of it costs the wake-ups of several threads.
+
+        Args:
+            is_blocked: the calling thread waits for it, so that messages are wanted.
+        """
+        with self._unread_lock:
+            for key, receipt in list(self._receipts.items()):
+                if is_blocked:
+                    receipt.want_message()
+                if receipt.is_signed():
+                    self._was_read(*key)
+                elif not is_blocked:
+                    return  # what was sent later is mostly read later
+
+    def _was_read(self, node: str, place: Place) -> None:
+        """Not news when a message and a receipt have said so."""
+        with self._unread_lock:
+            self._receipts.pop((node, place), None)
+            release = self._unread.pop((node, place), None)
+            if release is not None:
+                release()
 
     def _send_to(self, node: str, header: bytes) -> None:
         peer = self._peers.get(node)
