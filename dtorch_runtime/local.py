@@ -27,6 +27,7 @@ from dtorch_runtime.settings import Settings
 from dtorch_runtime.transport.endpoint import make_ipc_folder
 from dtorch_runtime.transport.security import new_session_key
 from dtorch_runtime.transport.segments import unlink_segments_of
+from dtorch_runtime.worker.memory import keeping_environment
 
 #: Virtual devices of a single node when nothing else was asked for; workers start when they are first used.
 DEFAULT_DEVICES = 64
@@ -71,6 +72,7 @@ class _Child:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 bufsize=0,
+                env=keeping_environment(os.environ) if config["settings"]["keep_memory"] else None,
                 start_new_session=True,  # Ctrl-C in the terminal is for the parent
             )
         except BaseException:

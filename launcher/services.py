@@ -16,6 +16,7 @@ from dtorch_launcher.plan import CONTROLLER, NodePlan
 from dtorch_launcher.processes import Service, own_python
 from dtorch_runtime.process import ProcessConfig
 from dtorch_runtime.settings import Settings
+from dtorch_runtime.worker.memory import keeping_environment
 
 
 class _ReadyLine(msgspec.Struct, frozen=True):
@@ -101,10 +102,11 @@ def _config(
 
 
 def _service(config: ProcessConfig, name: str, environment: dict[str, str]) -> Service:
+    inherited = keeping_environment(os.environ) if config.settings["keep_memory"] else os.environ
     return Service(
         # -P: modules in the user's folder must not stand in for those that the process imports. The name is for ps.
         command=[own_python(), "-P", "-m", "dtorch_runtime.process", name],
-        environment=os.environ | environment,
+        environment={**inherited, **environment},
         config_line=msgspec.json.encode(config) + b"\n",
         ready_endpoint=ready_endpoint,
     )
