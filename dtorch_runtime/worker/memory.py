@@ -21,8 +21,8 @@ _NEVER_TRIM = 2**31 - 1
 def keeping_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that is to call ``keep_freed_memory``: some of it can only be set from outside.
 
-    torch asks for aligned memory, for which glibc looks for a little more than it then gives. What it cuts off would stay
-    in a cache of the thread, so a block that is freed would be too small for the next of its size, which would get
+    torch asks for aligned memory, for which glibc looks for a little more than it then gives. What it cuts off would
+    stay in a cache of the thread, so a block that is freed would be too small for the next of its size, which would get
     fresh memory, at a page fault for every 4 KiB. Without that cache the rests join again; an op costs 0.1 us more.
     """
     tunables = environ.get(_TUNABLES, "")
