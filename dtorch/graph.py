@@ -197,6 +197,11 @@ class Graph:
         return self._meshes[-1] if self._meshes else self.session.default_mesh()
 
     @property
+    def is_guarded(self) -> bool:
+        """Whether a ``device_mesh_guard`` is open."""
+        return bool(self._meshes)
+
+    @property
     def watching(self) -> Recording | None:
         """The recording that must know of what is read and sent: of this graph, or of another one on this thread."""
         found: Recording | None = self.recording or getattr(recorded_here, "recording", None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from dtorch.parallel.cuts import ShardedParameters
 from dtorch.parallel.tp_plan import STYLES, SYNONYMS, ModuleFacts, ModuleKind, matches
 from dtorch_runtime.errors import UnsupportedError
 
@@ -33,6 +34,7 @@ def collect_facts(model: nn.Module) -> list[ModuleFacts]:
                 weights={key: tuple(parameter.shape) for key, parameter in own.items()},
                 num_head_groups=groups.get(name) if kind == "linear" else None,
                 tied={key: id(parameter) for key, parameter in own.items()},
+                cut=(module.axis, module.cuts()) if isinstance(module, ShardedParameters) else None,
             )
         )
     return facts
@@ -72,6 +74,8 @@ def auto_plan(model: nn.Module, facts: Sequence[ModuleFacts]) -> dict[str, str]:
     carried |= getattr(type(model), "_tp_plan", None) or {}
     # The instance's plan also has what submodels add, a vision tower's, say.
     carried |= getattr(model, "_tp_plan", None) or {}
+    if not carried and any(f.cut is not None for f in facts):
+        return {}
     if not carried:
         example = next((f.name for f in facts if f.kind == "linear"), "name.of.a.linear")
         raise UnsupportedError(

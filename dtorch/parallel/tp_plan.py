@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+from dtorch.parallel.cuts import Axis, cut_along
 from dtorch_runtime.errors import MeshError, PlacementError, SettingError
 from dtorch_runtime.ir.layout import resolve_placements
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -61,7 +62,8 @@ class ModuleFacts:
 
     ``num_head_groups`` is the number of key/value heads where the module is part of an attention layer: no cut may
     separate query heads from the key/value head that they share. ``weights`` holds the global shapes of its own
-    parameters. ``tied`` names, for each parameter, the object it is, so that tied ones are recognised.
+    parameters. ``tied`` names, for each parameter, the object it is, so that tied ones are recognised. ``cut`` is what
+    a module of ``dtorch.nn`` says by itself: the axis, and the placement on it of each parameter that is not whole.
     """
 
     name: str
@@ -69,6 +71,7 @@ class ModuleFacts:
     weights: Mapping[str, tuple[int, ...]]
     num_head_groups: int | None = None
     tied: Mapping[str, int] = field(default_factory=dict)
+    cut: tuple[Axis, Mapping[str, Placement]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +140,22 @@ def plan_modules(
     """
     entries = expand_plan(plan, facts, prefix)
     _follow_tied(facts, entries)
-    result = {f.name: _plan_module(f, entries.get(f.name, "replicate"), mesh) for f in facts}
+    result = {f.name: _plan_module(f, entries.get(f.name), mesh) for f in facts}
     _check_tied(facts, result)
     return result
 
 
-def _plan_module(facts: ModuleFacts, entry: str | Placements, mesh: DeviceMesh) -> ModulePlan:
+def _plan_module(facts: ModuleFacts, entry: str | Placements | None, mesh: DeviceMesh) -> ModulePlan:
+    if facts.cut is not None:
+        if entry is not None:
+            raise SettingError(
+                f"the plan names {facts.name!r}, a module of dtorch.nn, which says by itself how it is cut; "
+                f"leave it out, or use the module of torch.nn"
+            )
+        axis, cuts = facts.cut
+        return ModulePlan("own", cut_along(mesh, axis, cuts, facts.weights))
+    if entry is None:
+        entry = "replicate"
     if not isinstance(entry, str):
         return ModulePlan("placements", _explicit(facts, entry, mesh))
     if facts.kind not in STYLES[entry]:

@@ -34,6 +34,19 @@ SETTINGS = """
 """
 
 
+NN = """
+    ColumnParallelLinear ColumnParallelLinearWithReplicateOutput RowParallelLinear RowParallelLinearWithReplicateOutput
+    ReplicateParallelLinear VocabParallelEmbedding EmbeddingWithReplicateOutput
+    SequenceParallelLayerNorm SequenceParallelRMSNorm
+    vocab_parallel_cross_entropy VocabParallelCrossEntropyLoss redistribute_input redistribute_output
+"""
+
+
+def test_the_names_of_dtorch_nn() -> None:
+    assert set(dtorch.nn.__all__) == set(NN.split())
+    assert [name for name in NN.split() if not getattr(dtorch.nn, name).__doc__] == []
+
+
 def test_the_names_of_dtorch() -> None:
     assert len(dtorch.__all__) == len(set(dtorch.__all__))
     assert set(dtorch.__all__) == set(PUBLIC.split())

@@ -1,0 +1,66 @@
+"""Modules that say by themselves how their parameters are cut along an axis of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias, cast
+
+from torch import nn
+
+from dtorch_runtime.errors import MeshError
+from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Placement, Placements, Replicate
+
+#: Of a mesh: its name, or its number.
+Axis: TypeAlias = "str | int"
+
+
+class ShardedParameters:
+    """A mixin of modules: says how each parameter is cut along ``axis``. ``dtorch.parallelize`` follows it."""
+
+    axis: Axis
+
+    def cuts(self) -> Mapping[str, Placement]:
+        """The placement of each parameter on ``axis``; those that are not named are replicated."""
+        raise NotImplementedError
+
+    def placements_on(self, mesh: DeviceMesh) -> dict[str, Placements]:
+        """The placements of the module's own parameters on a mesh: replicated on all axes but ``axis``.
+
+        Raises:
+            MeshError: ``axis`` is neither a name nor a number.
+        """
+        names = (name for name, _ in cast(nn.Module, self).named_parameters(recurse=False))
+        return cut_along(mesh, self.axis, self.cuts(), names)
+
+
+def cut_along(
+    mesh: DeviceMesh, axis: Axis, cuts: Mapping[str, Placement], names: Iterable[str]
+) -> dict[str, Placements]:
+    """The placements of the parameters ``names`` on a mesh, replicated on all axes but ``axis``.
+
+    Raises:
+        MeshError: ``axis`` is neither a name nor a number.
+    """
+    number = axis_number(mesh, axis)
+    return {
+        name: tuple(
+            cuts.get(name, Replicate()) if index == number else Replicate() for index in range(mesh.ndim)
+        )
+        for name in names
+    }
+
+
+def axis_number(mesh: DeviceMesh, axis: Axis) -> int | None:
+    """The number of an axis of a mesh; None when the mesh has no such axis.
+
+    Raises:
+        MeshError: it is neither a name nor a number.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, str | int):
+        raise MeshError(
+            f"axis= takes the name or the number of an axis of a mesh, got {axis!r}; write axis='tp'"
+        )
+    if isinstance(axis, str):
+        return mesh.axis(axis) if mesh.has_axis(axis) else None
+    return axis if 0 <= axis < mesh.ndim else None
