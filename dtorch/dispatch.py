@@ -11,10 +11,10 @@ import torch
 
 from dtorch import auto
 from dtorch.auto_issue import AutoEntry, is_entangled, issue_converted, one_by_one
-from dtorch.entries import entry_of, known_auto
+from dtorch.entries import entry_of, known_auto, resized_entry
 from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle, guard_mesh_of
-from dtorch.issue import DEVICE, Entry, issue, issue_view, make_entry, upload
+from dtorch.issue import DEVICE, STRIDED, Entry, issue, make_entry, upload, view_of
 from dtorch.location import capture, known
 from dtorch.meshes import check_index
 from dtorch.propagate import propagate
@@ -31,7 +31,10 @@ from dtorch_runtime.ir.placement import Partial, Replicate
 aten = torch.ops.aten
 _get_frame = sys._getframe
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+_new = object.__new__
 _NONE = type(None)
+#: Whether there is nothing but integers among types.
+_ONLY_INTS = frozenset((int,)).issuperset
 #: Constants whose equality is that of what an op does with them, given their type.
 _PLAIN = frozenset((int, bool, str, _NONE, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
@@ -61,9 +64,13 @@ def dispatch(
         if kind is cls:
             key.append(value._spec)
             tensors.append(value)
-        elif kind in _PLAIN:
+        elif kind is int:
+            key.append(value)
+        elif kind in _PLAIN or (kind is float and value == value and value):
             key.append(kind)
             key.append(value)
+        elif kind is list and _ONLY_INTS(map(type, value)):
+            key.append(tuple(value))
         else:
             _add_to_key(cls, value, key, tensors)
     if kwargs:
@@ -79,10 +86,10 @@ def dispatch(
         location = capture(frame, graph.thread_id)
     entry: Entry | None = graph.entries.get(tuple(key))
     if entry is None:
-        return _dispatch_slowly(cls, func, args, kwargs or {}, (tuple(key), tensors, graph), location)
-    if not entry.is_simple:
-        if entry.is_view:
-            return issue_view(cls, entry, graph, tensors[0], location)
+        entry = resized_entry(key, tensors, graph)
+        if entry is None:
+            return _dispatch_slowly(cls, func, args, kwargs or {}, (tuple(key), tensors, graph), location)
+    if not entry.is_direct:
         return _issue_entry(cls, entry, tuple(key), (func, args, kwargs or {}), graph, tensors, location)
     record = [entry.template, location]
     for tensor in tensors:
@@ -103,9 +110,15 @@ def dispatch(
             graph.begin_batch()
         elif graph.num_ops >= graph.max_ops:
             graph.send_batch()
-    result: Any = _make_wrapper(cls, entry.shape, strides=entry.stride, dtype=entry.dtype, device=DEVICE)
+    if entry.is_view:
+        return view_of(cls, entry, graph, tensors[0], value_id, location)
+    result: Any = _make_wrapper(cls, entry.shape, entry.stride, None, None, entry.dtype, STRIDED, DEVICE)
     result._spec = entry.spec
-    result._handle = Handle(graph, value_id, entry, location)
+    result._handle = handle = _new(Handle)  # its fields one by one: __init__ would take twice as long
+    handle.graph = graph
+    handle.value_id = value_id
+    handle.origin = entry
+    handle.location = location
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,63 @@ from dtorch.auto import Moved
 from dtorch.auto_issue import AutoEntry
 from dtorch.auto_plan import moved, plan_cheapest
 from dtorch.graph import Graph, is_default_mesh
-from dtorch.issue import make_entry
+from dtorch.issue import Entry, make_entry
 from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.probe import refuse_dtypes
 from dtorch.propagate import propagate
 from dtorch.rules.call import Call, op_of
 from dtorch.rules.explain import is_trial
-from dtorch.spec import Spec, intern_spec
+from dtorch.rules.pointwise import is_pointwise
+from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Replicate
 
 #: The cache is emptied when it has grown to this: a decode loop makes new shapes at every token.
 _MAX_ENTRIES = 100_000
+
+
+def resized_entry(key: list[Any], tensors: list[Any], graph: Graph) -> Entry | None:
+    """The entry of a call whose sizes are new, made of that of the same call with other sizes; put into the cache.
+
+    Only for calls whose template and placements cannot depend on sizes: see ``is_pointwise``.
+    """
+    spec: Spec = tensors[0]._spec
+    sizeless = _without_sizes(key, [tensor._spec for tensor in tensors])
+    like: Entry | None = graph.entries.get(sizeless) if sizeless is not None else None
+    if like is None:
+        return None
+    made = like.spec
+    if made.dtype is spec.dtype and made.layout == spec.layout:
+        result = spec
+    else:
+        result = intern_spec(spec.shape, made.dtype, made.layout)
+    graph.session.counts.num_misses += 1
+    _make_room(graph)
+    entry = graph.entries[tuple(key)] = like.resized(result)
+    return entry
+
+
+def _without_sizes(key: Sequence[Any], specs: Sequence[Spec]) -> tuple[Any, ...] | None:
+    """The key of a call without the sizes of its tensors; None when they differ, have gaps or are empty."""
+    first = specs[0]
+    shape = first.shape
+    if 0 in shape or not first.is_resolved or first.stride != contiguous_stride(shape):
+        return None
+    if any(spec is not first for spec in specs):
+        return None
+    return (
+        "any size",
+        len(shape),
+        first.dtype,
+        first.layout,
+        *[... if item is first else item for item in key],
+    )
+
+
+def _make_room(graph: Graph) -> None:
+    if len(graph.entries) >= _MAX_ENTRIES:
+        graph.entries.clear()
 
 
 def known_auto(key: tuple[Any, ...], graph: Graph) -> AutoEntry | None:
@@ -47,15 +91,14 @@ def entry_of(
     refused: PlacementError | None = None
     token = is_trial.set(converts)
     try:
-        plan = _plan(cls, func, args, kwargs, tensors)
+        plan, is_settled = _plan(cls, func, args, kwargs, tensors)
     except PlacementError as error:
         if not converts:
             raise
         refused = error
     finally:
         is_trial.reset(token)
-    if len(graph.entries) >= _MAX_ENTRIES:
-        graph.entries.clear()
+    _make_room(graph)
     if refused is not None:
         try:
             entry: Any = _auto_entry(cls, func, args, kwargs, tensors, graph, refused)
@@ -68,6 +111,10 @@ def entry_of(
         dependence = _dtype_dependence(plan, tensors)
         given = [tensor._spec for tensor in tensors]
         entry = graph.entries[key] = make_entry(graph.session, plan, func, len(tensors), dependence, given)
+        if is_settled and entry.is_direct and not entry.is_view and is_pointwise(op_of(func)):
+            sizeless = _without_sizes(key, given)
+            if sizeless is not None:
+                graph.entries[sizeless] = entry
         if plan.conversions:
             entry.moves = _moves(cls, func, args, kwargs, tensors, plan)
     return entry
@@ -75,16 +122,17 @@ def entry_of(
 
 def _plan(
     cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
-) -> OpPlan:
+) -> tuple[OpPlan, bool]:
+    """The plan, and whether other sizes need no look at the dtypes."""
     given = [tensor._spec for tensor in tensors]
     moves = _moves_to_one_mesh(given)
     if moves:
         specs = list(given)
         for index, layout in moves:
             specs[index] = intern_spec(specs[index].shape, specs[index].dtype, layout)
-        plan = _propagate(cls, func, args, kwargs, specs)
+        plan, is_settled = _propagate(cls, func, args, kwargs, specs)
         if not any(index in plan.mutates for index, _ in moves):
-            return dataclasses.replace(plan, conversions=(*moves, *plan.conversions))
+            return dataclasses.replace(plan, conversions=(*moves, *plan.conversions)), is_settled
     return _propagate(cls, func, args, kwargs, given)
 
 
@@ -135,12 +183,11 @@ def _auto_entry(
 
 def _propagate(
     cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[Spec]
-) -> OpPlan:
+) -> tuple[OpPlan, bool]:
     remaining = iter(specs)
     args, kwargs = _to_specs(cls, args, remaining), _to_specs(cls, kwargs, remaining)
     plan = propagate(func, args, kwargs)
-    refuse_dtypes(Call(op_of(func), args, kwargs), plan)
-    return plan
+    return plan, refuse_dtypes(Call(op_of(func), args, kwargs), plan)
 
 
 def _moves_to_one_mesh(specs: list[Spec]) -> tuple[tuple[int, Layout], ...]:

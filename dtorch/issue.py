@@ -9,7 +9,7 @@ import torch
 
 from dtorch.auto import Moved, log_strict
 from dtorch.dynamic import description_spec
-from dtorch.graph import FREE_BATCH, Graph, Handle, ViewHandle, next_write
+from dtorch.graph import Graph, Handle, ViewHandle, next_write
 from dtorch.meshes import layout_record
 from dtorch.op_plan import LaterOutput, NewOutput, OpPlan, SameTensor, SameValue, Window
 from dtorch.overlap import (
@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # the tensor's dispatch issues ops
 
 #: The one device. Its first name is used, because "dtorch" is known to torch only once ``backend`` is registered.
 DEVICE = torch.device("privateuseone:0")
+STRIDED = torch.strided
+_new = object.__new__
+_is_inference = torch.is_inference_mode_enabled
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -46,9 +49,10 @@ class Entry:
         "default_dtype",
         "dtype",
         "func",
+        "has_bits",
         "is_absolute_view",
+        "is_direct",
         "is_dynamic",
-        "is_simple",
         "is_view",
         "moves",
         "num_new",
@@ -86,11 +90,10 @@ class Entry:
         #: ``as_strided``, whose result may lie anywhere in the memory of its input.
         self.counts_in_memory = func is torch.ops.aten.as_strided.default
         window = new[0].window if is_simple else None
-        # Symbols with the bits of ``Spec`` are made the longer way, so that the short one need not look for them.
-        is_fast = is_simple and new[0].spec.is_resolved
-        self.is_simple = is_fast and window is None
-        #: The same for a view of its only input, whose handle has to say where in memory it is.
-        self.is_view = is_fast and window is not None and len(plan.layouts) == 1 and not self.counts_in_memory
+        #: A view of its only input, whose handle has to say where in memory it is.
+        self.is_view = window is not None and len(plan.layouts) == 1 and not self.counts_in_memory
+        #: Whether ``dispatch`` issues it by itself. Only of views it makes symbols with the bits of ``Spec``.
+        self.is_direct = is_simple and (self.is_view or (window is None and new[0].spec.is_resolved))
         #: Where each value that it makes lies in memory, with the offset in bytes; empty when none is a view.
         windows: list[tuple[Window, int] | None] = [
             None if o.window is None else (o.window, o.window.offset * o.spec.dtype.itemsize) for o in new
@@ -103,18 +106,38 @@ class Entry:
             self.shape = spec.shape
             self.stride = None if spec.stride == contiguous_stride(spec.shape) else spec.stride
             self.dtype = spec.dtype
+            self.has_bits = not spec.is_resolved
         #: Whether the op must not write across what it reads.
         self.checks_overlap = len(plan.layouts) > 1 and bool(plan.mutates) and checks_overlap(func)
         if window is not None:
             self.view_offset_bytes = window.offset * self.dtype.itemsize
 
+    def resized(self, spec: Spec) -> Entry:
+        """The same op where its one result has another size: the template says nothing of sizes."""
+        other = _new(Entry)
+        for name in _SIZELESS:
+            setattr(other, name, getattr(self, name))
+        other.spec = spec
+        other.shape = spec.shape
+        plan = self.plan
+        other.plan = OpPlan(
+            plan.op, plan.args, plan.kwargs, plan.layouts, plan.conversions, (NewOutput(spec),), plan.returns
+        )
+        return other
+
     def __str__(self) -> str:
         return str(self.func).removeprefix("aten.").partition(".")[0]
 
 
+#: What entries of one op share, whatever the size of its one result, which is no view.
+_SIZELESS = tuple(
+    name for name in Entry.__slots__ if name not in ("plan", "shape", "spec", "view_offset_bytes")
+)
+
+
 def new_symbol(cls: type[torch.Tensor], spec: Spec) -> Any:
     """A tensor of the user's for a value that it has yet to be given."""
-    symbol: Any = _make_wrapper(cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=DEVICE)
+    symbol: Any = _make_wrapper(cls, spec.shape, spec.stride, None, None, spec.dtype, STRIDED, DEVICE)
     if not spec.is_resolved:
         set_bits(symbol, spec.is_conj, spec.is_neg)
     symbol._spec = spec
@@ -225,26 +248,23 @@ def issue(
     return _results(cls, entry, graph, tensors, ids, location)
 
 
-def issue_view(cls: type[torch.Tensor], entry: Entry, graph: Graph, source: Any, location: int) -> Any:
-    """``issue`` for a view of ``source``. As short as the path of ``dispatch``: loops are full of views."""
+def view_of(
+    cls: type[torch.Tensor], entry: Entry, graph: Graph, source: Any, value_id: int, location: int
+) -> Any:
+    """The symbol of an issued view of ``source``. As short as the end of ``dispatch``: loops are full of views."""
     handle: Handle = source._handle
-    value_id = graph.new_value_id()
-    with graph.lock:
-        words = graph.words
-        is_first = not words
-        if len(graph.dropped) >= FREE_BATCH:
-            graph.free_dropped()
-        words += (entry.template, location, handle.value_id, value_id)
-        graph.num_ops += 1
-        if is_first:
-            graph.begin_batch()
-        elif graph.num_ops >= graph.max_ops:
-            graph.send_batch()
-    offset_bytes = handle.offset_bytes + entry.view_offset_bytes
-    view = ViewHandle(graph, value_id, entry, location, handle.root, offset_bytes)
-    if torch.is_inference_mode_enabled():
+    view = _new(ViewHandle)  # its fields one by one, as in ``dispatch``
+    view.graph = graph
+    view.value_id = value_id
+    view.origin = entry
+    view.location = location
+    view.root = handle.root  # type: ignore[misc]  # a slot in place of the property
+    view.offset_bytes = handle.offset_bytes + entry.view_offset_bytes
+    if _is_inference():
         return make_view(cls, entry.spec, view, source)
-    result: Any = _make_wrapper(cls, entry.shape, strides=entry.stride, dtype=entry.dtype, device=DEVICE)
+    result: Any = _make_wrapper(cls, entry.shape, entry.stride, None, None, entry.dtype, STRIDED, DEVICE)
+    if entry.has_bits:
+        set_bits(result, entry.spec.is_conj, entry.spec.is_neg)
     result._spec = entry.spec
     result._handle = view
     return result

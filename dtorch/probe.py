@@ -50,26 +50,29 @@ _OTHERS = (
 _taken: set[tuple[Any, ...]] = set()
 
 
-def refuse_dtypes(call: Call, plan: OpPlan) -> None:
+def refuse_dtypes(call: Call, plan: OpPlan) -> bool:
     """Refuse a planned call whose kernel does not take its dtypes, as the kernel would.
+
+    Returns:
+        Whether the same call on tensors of other sizes need not be asked about: not when these were too many to try.
 
     Raises:
         RuntimeError, NotImplementedError, TypeError, ValueError: as torch raises it.
     """
     if not _can_ask(call, plan):
-        return
+        return all(0 not in spec.shape for spec in call.inputs)
     dtypes = tuple(spec.dtype for spec in call.inputs)
     key = (call.op, dtypes, *_constants(call))
     if key in _taken:
-        return
+        return True
     is_small = _is_small(call, plan)
     if not is_small and _product(call) > _MAX_PRODUCT:
-        return
+        return False
     error = _ask(call, dtypes, is_small)
     advice = _advice(call, error, is_small) if error is not None else ""
     if error is None or not advice:
         _taken.add(key)
-        return
+        return True
     first_line = str(error).partition("\n")[0]
     raise type(error)(f"{first_line}. {call.op.name} got {_names(dtypes)}; write {advice}")
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from dtorch.rules.call import Call
+from dtorch.rules.call import Call, Op
 from dtorch.rules.dsl import full_names, rule
 from dtorch.shapes import (
     Metas,
@@ -25,6 +25,9 @@ from dtorch.spec import Spec, contiguous_stride
 ResultKind: TypeAlias = Literal["promoted", "floating", "real", "bool", "first"]
 #: Parameters whose numbers take part in the promotion of dtypes.
 _NUMBERS = ("other", "exponent", "min", "max", "scale")
+
+#: Names of the ops with a rule of this kind.
+_names: set[str] = set()
 
 
 def pointwise(
@@ -51,7 +54,17 @@ def pointwise(
         linear_if=linear_if,
         converts=converts,
     )
-    register_shape(full_names(names), lambda call: pointwise_shape(call, result))
+    full = full_names(names)
+    register_shape(full, lambda call: pointwise_shape(call, result))
+    _names.update(full)
+
+
+def is_pointwise(op: Op) -> bool:
+    """Whether the plan of a call on tensors of one spec, row-major and not empty, says nothing of their sizes.
+
+    Then its template does for all sizes, and the result has the shape of the tensors, row-major too.
+    """
+    return op.base in _names and not op.writes
 
 
 def pointwise_shape(call: Call, kind: ResultKind) -> Metas | None:
