@@ -31,8 +31,8 @@ from dtorch.spec import Spec, contiguous_stride, intern_spec
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.placement import Partial, Placement, Placements, Replicate, Shard
-from dtorch_runtime.ir.transfer import plan_redistribute
-from dtorch_runtime.ir.transfer_cost import transfer_bytes
+from dtorch_runtime.ir.transfer import STEP_COST_BYTES, plan_redistribute
+from dtorch_runtime.ir.transfer_cost import bytes_at_once, transfer_bytes
 
 #: Candidates that are ranked by bytes, and those of them that are planned, before every input is made whole.
 MAX_RANKED, MAX_PLANNED = 1024, 48
@@ -157,6 +157,10 @@ def moved_bytes(spec: Spec, layout: Layout) -> int:
     itemsize_bytes = spec.dtype.itemsize
     if spec.layout == layout or not _cost(spec, layout):
         return 0
+    if spec.num_bytes * spec.layout.mesh.size() <= STEP_COST_BYTES:  # then the plan is one exchange
+        at_once = bytes_at_once(spec.shape, itemsize_bytes, spec.layout, layout)
+        if at_once is not None:
+            return at_once
     steps = plan_redistribute(spec.shape, spec.layout, layout, itemsize_bytes=itemsize_bytes)
     return sum(sum(step.bytes_by_link(itemsize_bytes).values()) for step in steps)
 

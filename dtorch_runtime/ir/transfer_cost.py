@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from dtorch_runtime.ir.layout import Box, Layout, all_boxes
-from dtorch_runtime.ir.placement import Partial, Placement, Replicate
+from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard, split
 
 
 @lru_cache(maxsize=1 << 16)
@@ -18,6 +18,8 @@ def transfer_bytes(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, 
     that nothing moves. Exact where no terms are reduced; else the cheaper of reducing at once and of
     reduce-scatter then all-gather, for pieces of equal size.
     """
+    if source.mesh.ndim == 1 and source.mesh == target.mesh:
+        return max(cheapest for cheapest, _ in _received(shape, source, target)) * itemsize_bytes
     num_terms = _num_reduced_terms(source, target)
     goal = _without_new_partial(source, target)
     held = _boxes_by_device(shape, source)
@@ -35,6 +37,60 @@ def transfer_bytes(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, 
             in_two_steps = scattered + wanted_size - common // num_terms
             most = max(most, min(at_once, in_two_steps))
     return most * itemsize_bytes
+
+
+def bytes_at_once(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, target: Layout) -> int | None:
+    """Bytes that all devices together receive in one exchange, which is how small tensors go.
+
+    None where that takes a plan: for meshes of several axes, for two meshes, and for terms that are made.
+    """
+    if source.mesh.ndim != 1 or source.mesh != target.mesh or target.is_partial:
+        return None
+    return sum(at_once for _, at_once in _received(shape, source, target)) * itemsize_bytes
+
+
+def _received(shape: tuple[int, ...], source: Layout, target: Layout) -> list[tuple[int, int]]:
+    """Elements that each device of a mesh with one axis receives: in the cheaper way, and in one exchange."""
+    old, new, num_devices = source.placements[0], target.placements[0], source.mesh.shape[0]
+    if isinstance(new, Partial):
+        if old == new or (not isinstance(old, Partial) and new.op != "avg"):
+            return [(0, 0)]  # what a device holds is its term
+        new = Replicate()
+    if isinstance(old, Replicate) or old == new:
+        return [(0, 0)]
+    size = math.prod(shape)
+    if isinstance(old, Partial):
+        scattered = (num_devices - 1) * size // num_devices
+        pieces = [size] if isinstance(new, Replicate) else _piece_sizes(shape, new, num_devices)
+        ways = [((num_devices - 1) * n, scattered + n - n // num_devices) for n in pieces]
+        received = [(min(at_once, in_two_steps), at_once) for at_once, in_two_steps in ways]
+        return received * num_devices if isinstance(new, Replicate) else received
+    if isinstance(new, Replicate):
+        lacking = [size - own for own in _piece_sizes(shape, old, num_devices)]
+    else:
+        lacking = _lacking(shape, old, new, num_devices)
+    return [(n, n) for n in lacking]
+
+
+def _lacking(shape: tuple[int, ...], old: Shard, new: Shard, num_devices: int) -> list[int]:
+    """Elements of each device's new piece that are not in its old one."""
+    have, want = _cuts(shape, old, num_devices), _cuts(shape, new, num_devices)
+    pairs = zip(have, want, strict=True)
+    if old.dim == new.dim:
+        row = math.prod(shape[: new.dim] + shape[new.dim + 1 :])
+        return [row * (d - c - max(0, min(b, d) - max(a, c))) for (a, b), (c, d) in pairs]
+    first, second = sorted((old.dim, new.dim))
+    row = math.prod(shape[:first] + shape[first + 1 : second] + shape[second + 1 :])
+    return [row * (d - c) * (shape[old.dim] - (b - a)) for (a, b), (c, d) in pairs]
+
+
+def _piece_sizes(shape: tuple[int, ...], cut: Shard, num_devices: int) -> list[int]:
+    row = math.prod(shape[: cut.dim] + shape[cut.dim + 1 :])
+    return [row * (stop - start) for start, stop in _cuts(shape, cut, num_devices)]
+
+
+def _cuts(shape: tuple[int, ...], cut: Shard, num_devices: int) -> list[tuple[int, int]]:
+    return split(shape[cut.dim], num_devices, cut.unit)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -11,7 +11,7 @@ from dtorch_runtime.ir.layout import Layout, all_boxes, device_box
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Replicate, Shard
 from dtorch_runtime.ir.transfer import plan_redistribute
-from dtorch_runtime.ir.transfer_cost import transfer_bytes
+from dtorch_runtime.ir.transfer_cost import bytes_at_once, transfer_bytes
 from tests.support.layouts import layout_pairs, shapes
 
 LINE = DeviceMesh("cpu", [0, 1, 2, 3])
@@ -65,3 +65,31 @@ def test_boxes_of_all_devices_are_those_of_each(data, shape):
     layout, _ = data.draw(layout_pairs(len(shape)))
     expected = [device_box(shape, layout, device) for device in layout.mesh.devices]
     assert all_boxes(shape, layout) == expected
+
+
+@st.composite
+def lines(draw, ndim):
+    """Two layouts on one mesh with one axis."""
+    mesh = DeviceMesh("cpu", list(range(draw(st.integers(1, 5)))))
+    cuts = [Shard(dim, unit) for dim in range(ndim) for unit in (1, 2, 3)]
+    placements = [R, P, Partial("max"), Partial("avg"), *cuts]
+    return tuple(Layout(mesh, (draw(st.sampled_from(placements)),)) for _ in range(2))
+
+
+@given(data=st.data(), shape=shapes())
+def test_on_one_axis_it_is_what_boxes_say(data, shape):
+    source, target = data.draw(lines(len(shape)))
+    beside = DeviceMesh("cpu", [source.mesh.devices], mesh_dim_names=("one", "line"))  # counted box by box
+    source_2d, target_2d = (Layout(beside, (R, *layout.placements)) for layout in (source, target))
+    assert transfer_bytes(shape, 4, source, target) == transfer_bytes(shape, 4, source_2d, target_2d)
+
+
+@given(data=st.data(), shape=shapes())
+def test_bytes_at_once_are_those_of_the_plan_of_a_small_tensor(data, shape):
+    source, target = data.draw(lines(len(shape)))
+    found = bytes_at_once(shape, 4, source, target)
+    if target.is_partial:
+        assert found is None
+    else:
+        steps = plan_redistribute(shape, source, target, itemsize_bytes=4)
+        assert found == sum(sum(step.bytes_by_link(4).values()) for step in steps)
