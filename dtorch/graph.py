@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # a session makes graphs; a recording is of one
     from dtorch.replay.recording import Recording
     from dtorch_runtime.wire.records import TemplateRecord
 
+#: Ops of the first batch after a wait; each next one has twice as many, up to the setting ``batch_ops``.
+FIRST_BATCH_OPS = 16
 #: Dropped values are told to the cluster when so many are pending, or with the next batch.
 FREE_BATCH = 16
 
@@ -158,7 +160,8 @@ class Graph:
         self.entries = session.entries
         self.new_value_id = session.new_value_id
         self.lock = threading.Lock()
-        self.max_ops = session.settings.batch_ops
+        #: As many ops are a batch: few at first after a wait, when workers have nothing to do, then ever more.
+        self.max_ops = self._first_ops = min(FIRST_BATCH_OPS, session.settings.batch_ops)
         #: When the oldest op of the batch was issued, and by which thread.
         self.started_s = 0.0
         self.thread_id = threading.get_ident()
@@ -171,6 +174,8 @@ class Graph:
         self._num_waits = self._num_waiting = 0
         if session.settings.auto_capture if auto_capture is None else auto_capture:
             define = partial(_define_run, session)  # nothing of the graph, which ends with its last symbol
+            # Runs are found in whole batches: they are as long from the first on.
+            self.max_ops = self._first_ops = session.settings.batch_ops
             self.replayer = Replayer(session.templates, define, session.new_inner_ids, self.max_ops // 2)
         #: What keeps the ops that are issued, while a captured function runs for the first time.
         self.recording: Recording | None = None
@@ -307,6 +312,7 @@ class Graph:
         num_ops, self.num_ops = self.num_ops, 0
         if self.recording is not None:
             self.recording.words += words
+        self.max_ops = min(2 * self.max_ops, self.session.settings.batch_ops)
         if self.replayer is not None:
             words, num_ops = self._replayed(self.replayer, words, num_ops, why)
         if not words:
@@ -339,6 +345,7 @@ class Graph:
         self.session.check_open()  # before the lock: in a forked child another thread may have held it
         with self.lock:
             self.send_batch(AWAITED)
+            self.max_ops = self._first_ops
             return self.last_seq
 
     def flush_if_older(self, than_s: float, *, keeps: bool) -> bool:

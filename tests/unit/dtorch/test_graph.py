@@ -28,6 +28,21 @@ def test_a_batch_leaves_when_it_is_full() -> None:
         assert len(controller.ops()) == 7
 
 
+def test_batches_are_short_after_a_wait_and_grow() -> None:
+    with scripted_session(batch_age_s=3600.0, batch_ops=100) as controller:
+        x = dtorch.ones(2)
+        for _ in range(2):
+            x.value()
+            sent = len(controller.messages(Ops))
+            left = []
+            for count in range(1, 301):
+                x + 1
+                if len(controller.messages(Ops)) > sent:
+                    sent += 1
+                    left.append(count)
+            assert left == [16, 16 + 32, 16 + 32 + 64, 16 + 32 + 64 + 100]
+
+
 def test_a_batch_leaves_when_somebody_waits(controller: Controller) -> None:
     x = dtorch.ones(2) + 1
     assert controller.messages(Ops) == []
@@ -41,12 +56,12 @@ def test_batches_are_large_when_nobody_waits_and_small_when_somebody_does() -> N
         x = dtorch.ones(2)
         for _ in range(249):
             x = x + 1
-        assert [message.num_ops for message in controller.messages(Ops)] == [100, 100]
+        assert [message.num_ops for message in controller.messages(Ops)] == [16, 32, 64, 100]
         for _ in range(3):
             x.value()
             x = x + 1
         x.value()
-        assert [message.num_ops for message in controller.messages(Ops)] == [100, 100, 50, 1, 1, 1]
+        assert [message.num_ops for message in controller.messages(Ops)] == [16, 32, 64, 100, 38, 1, 1, 1]
 
 
 def test_a_batch_leaves_when_it_is_old() -> None:
