@@ -440,7 +440,7 @@ def _noise(rng: random.Random, valid: bytes) -> bytes:
 
 def test_strangers_cannot_reach_it_without_keys():
     with pytest.raises(SecurityError, match="without keys"):
-        End("a", "tcp://0.0.0.0:7999")
+        End("a", "tcp://0.0.0.0:7999", pool=pool())
 
 
 def test_agents_with_the_cluster_s_keys_reach_one_another_and_others_do_not(end, tmp_path):

@@ -113,7 +113,6 @@ class ZmqNetwork:
         self._unread_lock = threading.RLock()
         run_ahead.look = partial(self._look_at_receipts, is_blocked=True)
         self._reader = SegmentReader()
-        self.mail = self._new_mailroom()
         #: Agents whose boxes are read and that could not be told yet.
         self._unanswered: set[str] = set()
         self._offer_lock = threading.Lock()
@@ -125,6 +124,7 @@ class ZmqNetwork:
         self.num_malformed = 0
         self._socket = open_server(endpoint, self._keys, self._limits)
         self._endpoint = bound_address(self._socket)
+        self.mail = self._new_mailroom()  # only now: an address that is refused leaves no bell behind
         # A SimpleQueue and an eventfd, because both may be used while the interpreter drops a tensor.
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_lock = threading.RLock()
