@@ -42,9 +42,17 @@ class Batches:
         """Whether some graph has ops to send."""
         return any(graph.words for graph in self._live())
 
-    def num_unsent_ops(self) -> int:
-        """Ops that were issued and not sent yet."""
-        return sum(graph.num_ops for graph in self._live()) + sum(orphan[2] for orphan in self.orphans)
+    def num_issued_ops(self) -> int:
+        """Ops that were issued, sent or not. Counted again when a batch was sent meanwhile, which moves its ops."""
+        counts = self._session.counts
+        while True:
+            num_batches, num_sent = counts.num_batches, counts.num_ops
+            unsent = sum(orphan[2] for orphan in self.orphans)
+            for graph in self._live():
+                with graph.lock:  # a batch is sent and taken off the graph under it
+                    unsent += graph.num_ops
+            if counts.num_batches == num_batches:
+                return num_sent + unsent
 
     def flush_all(self) -> int:
         """Send everything; returns the number of the last message. Raises as ``Graph.flush``."""
@@ -57,8 +65,9 @@ class Batches:
         for graph in self._live():
             is_busy |= graph.flush_if_older(limit_s, keeps=age_s > 0)
         while self.orphans and self._session.has_room(self.orphans[0][2]):
-            graph_id, words, num_ops, dropped = self.orphans.pop(0)
+            graph_id, words, num_ops, dropped = self.orphans[0]
             self._session.send_ops(graph_id, pack([*words, FREE, len(dropped), *dropped]), num_ops)
+            del self.orphans[0]  # only now: it is counted in one place or the other
         return is_busy
 
     def _live(self) -> list[Graph]:

@@ -76,7 +76,7 @@ def counters() -> Counters:
             links |= {(node, other): count for other, count in reply.sent_bytes.items()}
     replays, recordings = count_calls(session)
     return Counters(
-        ops=counts.num_ops + session.batches.num_unsent_ops(),
+        ops=session.batches.num_issued_ops(),
         misses=counts.num_misses,
         replays=replays,
         recordings=recordings,

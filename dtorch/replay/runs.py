@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final
 
+import msgspec
+
 from dtorch.replay.finder import GRAM
 from dtorch.replay.templates import Op, free_inputs, make_template
+from dtorch_runtime.ir.body import REPEATED
 from dtorch_runtime.wire.records import TemplateRecord
 
 #: A token is the template of an op, its location, which has so many bits, and one bit more.
@@ -194,7 +197,8 @@ def make_layout(
     # What nobody reads stays an output: were its op left out as dead, nobody would be told if it fails.
     outputs = [value for value in made if value not in used or not is_inner(value)]
     inner = [value for value in made if value not in set(outputs)]
-    record, _ = make_template(ops, inputs, outputs, _written(ops, inputs))
+    made_of, _ = make_template(ops, inputs, outputs, _written(ops, inputs))
+    record = msgspec.structs.replace(made_of, op=REPEATED)
     order = {value: index for index, value in enumerate((*inputs, *outputs, *inner))}
     first_place: dict[int, int] = {}
     for place in id_places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from dtorch_runtime.ir.body import CAPTURED
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import BodyRecord, TemplateRecord
 
@@ -66,7 +67,7 @@ def make_template(
     written = set(written)
     record = TemplateRecord(
         template_id=0,
-        op="dtorch::captured",
+        op=CAPTURED,
         args=[],
         kwargs={},
         num_inputs=len(inputs),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from dtorch_runtime.ir.graph import GraphError
 from dtorch_runtime.ir.stream import FREE, WidthsOf, walk
 from dtorch_runtime.wire.records import TemplateRecord
+
+#: The op of a template with a body: a call of a captured function, whose sums may be rounded otherwise than those of its
+#: ops one by one, or a run of ops that an eager program repeats, which gives the same bits.
+CAPTURED: Final = "dtorch::captured"
+REPEATED: Final = "dtorch::repeated"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from dtorch_runtime.ir.body import parse_body
+from dtorch_runtime.ir.body import REPEATED, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.passes.body import Body, read_body, write_body
 from dtorch_runtime.passes.bucket import fill_buckets, num_joined
@@ -31,12 +31,14 @@ class Pass:
         verb: what it has done to the ops that ``count`` counts, as it is told.
         count: how many those are, given a body before and after.
         repeats: whether it runs again after the ones behind it, which make work for it.
+        is_exact: whether it leaves every bit of the results as it is.
     """
 
     run: Callable[[Body], Body]
     verb: str
     count: Callable[[Body, Body], int]
     repeats: bool
+    is_exact: bool = True
 
 
 def _num_fewer(before: Body, after: Body) -> int:
@@ -50,7 +52,7 @@ PASSES: Final[Mapping[str, Pass]] = {
     "redistribute": Pass(fuse_redistributes, "removed", _num_fewer, repeats=True),
     "bucket": Pass(fill_buckets, "joined", num_joined, repeats=False),
     "reorder": Pass(reorder_transfers, "moved", num_moved, repeats=False),
-    "compile": Pass(form_regions, "joined", num_compiled, repeats=False),
+    "compile": Pass(form_regions, "joined", num_compiled, repeats=False, is_exact=False),
     "reuse": Pass(reuse_memory, "changed", num_reused, repeats=False),
 }
 #: Ids of templates that passes make begin here; those of clients are below.
@@ -104,6 +106,8 @@ def rewrite(
 ) -> Rewritten:
     """Run passes over a template with a body. Its inputs, outputs and scalars stay as they are.
 
+    What an eager program repeats is not run over by passes that are not exact.
+
     Args:
         record: the template.
         templates: those that its body names.
@@ -116,7 +120,11 @@ def rewrite(
         GraphError: the body cannot be.
     """
     body = read_body(record, templates, meshes, node_of)
-    num_changed = {name: 0 for name in PASSES if name in passes}
+    num_changed = {
+        name: 0
+        for name, known in PASSES.items()
+        if name in passes and (known.is_exact or record.op != REPEATED)
+    }
 
     def run(name: str) -> None:
         nonlocal body

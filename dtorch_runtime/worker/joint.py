@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from dtorch_runtime.ir.body import BodyOp, Step, expand
+from dtorch_runtime.ir.body import REPEATED, BodyOp, Step, expand
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.assembly import Index, Recipe
@@ -71,6 +71,7 @@ class JointBody:
         num_devices: that take part.
         timeout_s: how long a device waits for the others before it runs the call by itself.
         compile_joint: makes the body for all of them; called when all have arrived.
+        is_exact: whether the results must be, to the bit, those of each device alone: then kernels get no more threads.
     """
 
     def __init__(
@@ -78,10 +79,13 @@ class JointBody:
         num_devices: int,
         timeout_s: float,
         compile_joint: Callable[[], CompiledBody],
+        *,
+        is_exact: bool = False,
     ) -> None:
         self._num_devices = num_devices
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._compile = compile_joint
+        self._is_exact = is_exact
         #: By device, what the first call was.
         self._weights: dict[int, Weight] = {}
         #: None until everybody has weighed the first call.
@@ -155,6 +159,8 @@ class JointBody:
     def _num_threads(self, num_cores: int) -> int:
         """Those that kernels may use when one thread runs for all devices."""
         own = torch.get_num_threads()
+        if self._is_exact:
+            return own
         return max(own, min(own * self._num_devices, num_cores))
 
     def _wait(self, call: _Call, waiter: threading.Lock) -> None:
@@ -342,7 +348,9 @@ class JointBodies:
                 raise SessionEnded
             joint = self._bodies.get(record.template_id)
             if joint is None:
-                joint = JointBody(len(devices), self._timeout_s, compile_joint)
+                joint = JointBody(
+                    len(devices), self._timeout_s, compile_joint, is_exact=record.op == REPEATED
+                )
                 self._bodies[record.template_id] = joint
         return JointMember(joint, devices.index(device), apart, record.width, weigh)
 

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from dtorch_runtime.ir.body import expand, parse_body
+from dtorch_runtime.ir.body import CAPTURED as CAPTURED_OP, REPEATED, expand, parse_body
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
@@ -207,6 +208,25 @@ def test_after_the_first_call_it_runs_in_the_way_that_was_chosen(
     assert [(len(weight.kernels_us), weight.num_moves) for weight in asked[0]] == [(3, 0), (3, 0)]
     if way is Way.APART:
         pair.session.devices[0].run(5, STREAM)  # waits for nobody
+
+
+def test_what_an_eager_program_repeats_gets_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def choose(weights: list[Weight], num_threads: int, num_cores: int) -> Way:
+        asked.append((num_threads, torch.get_num_threads()))
+        return Way.JOINT
+
+    monkeypatch.setattr(joint, "choose", choose)
+    monkeypatch.setattr(joint.os, "sched_getaffinity", lambda pid: range(64))
+    for op in (CAPTURED_OP, REPEATED):
+        pair = Pair(BODIES["values"])
+        pair.session.templates[CAPTURED] = msgspec.structs.replace(pair.record, op=op)
+        for _ in range(2):
+            pair.run(STREAM)
+    (captured, own), (repeated, own_again) = asked
+    assert captured == 2 * own
+    assert repeated == own_again
 
 
 class FakeBody:
