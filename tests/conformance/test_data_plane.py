@@ -224,7 +224,9 @@ def test_a_segment_is_used_again_when_it_has_been_read(end):
     num_before = a.network._pool._num_made
     for number in range(5):
         a.network.send("b", KEY, torch.full((20_000,), number, dtype=torch.float32))
-        assert b.get()[0] == number
+        got = b.get()
+        assert isinstance(got, torch.Tensor)
+        assert got[0] == number
         wait_until(lambda: not lent(a), "the segment to come back")
     assert a.network._pool._num_made == num_before + 1
 
@@ -263,7 +265,7 @@ def test_a_sender_that_waits_for_its_readers_is_told_by_a_message(end, monkeypat
     a, b = end("a", pool=pool(), run_ahead=run_ahead), end("b", pool=pool())
     a.network.connect(b.record())
     b.network.connect(a.record())
-    looks = []
+    looks: list[bool] = []
     look = run_ahead.look
     run_ahead.look = lambda: looks.append(look())
 
