@@ -39,7 +39,7 @@ def error_of(failure: FailureRecord) -> DTorchError:
             device=failure.device,
             node=failure.node,
             error_type=failure.error_type,
-            message=failure.message + _shortage(failure),
+            message=failure.message + _other_place(failure) + _shortage(failure),
             traceback=failure.traceback,
         )
         return RemoteOpError(remote, describe(failure.location_id))
@@ -75,6 +75,12 @@ def _named_failure(failure: FailureRecord, shortage: ShortageRecord, session: Se
     return msgspec.structs.replace(
         failure, location_id=location_id, shortage=msgspec.structs.replace(shortage, held=held)
     )
+
+
+def _other_place(failure: FailureRecord) -> str:
+    """The line of the second op that a message names."""
+    other = failure.other_location_id
+    return "" if other == UNKNOWN else f"\nThe other op was issued at {describe(other)}"
 
 
 def _shortage(failure: FailureRecord) -> str:

@@ -71,7 +71,7 @@ class Settings:
     auto_capture: bool = False
     #: Bytes that the values on one device may hold, of all sessions; 0 sets no limit.
     device_memory_bytes: int = 0
-    #: Check the invariants of every state machine and plan while running (slow).
+    #: Check the invariants of every state machine and plan while running, and look for races on devices (slow).
     check: bool = False
 
     def __post_init__(self) -> None:

@@ -233,7 +233,7 @@ class FailureRecord(msgspec.Struct, frozen=True, array_like=True):
     """Why a value does not exist. ``kind`` is op (a kernel raised), node (a node is lost) or internal.
 
     ``failure_id`` is equal wherever the same failure arrives, so that it is reported once. ``shortage`` is there when
-    the op found no memory.
+    the op found no memory, ``other_location_id`` (else 0) when the message names another op.
     """
 
     kind: str
@@ -246,6 +246,7 @@ class FailureRecord(msgspec.Struct, frozen=True, array_like=True):
     message: str
     traceback: str
     shortage: ShortageRecord | None = None
+    other_location_id: int = 0
 
 
 class AskClock(msgspec.Struct, frozen=True, tag="ask_clock", tag_field="t"):

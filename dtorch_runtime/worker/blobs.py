@@ -117,6 +117,12 @@ def poison_with_aliases(blobs: Blobs, value_ids: Iterable[int], poison: Poison) 
             blobs[value_id] = poison
 
 
+def poison_in(blobs: Blobs, value_ids: Iterable[int]) -> Poison | None:
+    """The first of some values that is poison."""
+    found = (blobs.get(value_id) for value_id in value_ids)
+    return next((blob for blob in found if isinstance(blob, Poison)), None)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """A number of the memory that a tensor lies in, as long as that is there."""
     return int(tensor.untyped_storage()._cdata)

@@ -23,6 +23,7 @@ from dtorch_runtime.worker.arguments import Expressions, Runner
 from dtorch_runtime.worker.blobs import Blobs
 from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
 from dtorch_runtime.worker.ledger import Ledger
+from dtorch_runtime.worker.watch import StreamWatch
 
 #: Moves a device's piece: ``(value, its id, id of the result, location) -> new piece``.
 Mover: TypeAlias = Callable[[Any, int, int, int], Any]
@@ -58,12 +59,14 @@ class BodyDevice:
         torch_device: where its tensors are.
         blobs: the values of the session on the device; read and written by the runner.
         ledger: counts what values hold, if that is wanted.
+        watch: told what ops read and write, while races are looked for.
     """
 
     device: int
     torch_device: torch.device
     blobs: Blobs
     ledger: Ledger | None = None
+    watch: StreamWatch | None = None
 
 
 class CompiledBody:
@@ -182,6 +185,10 @@ class _Writer:
         ]
         self.lines.append(f"{', '.join(names)}, = {self.constant(move)}(({', '.join(pieces)},))")
         self._note(first, None)
+        for index, device in enumerate(self._devices):
+            first = len(self.lines)
+            device.tell(step, index in sources, index in targets)
+            self._note(first, index)
 
     def finish(self) -> str:
         for device in self._devices:
@@ -221,6 +228,7 @@ class _DeviceWriter:
         self._index = index
         self._find_mover = find_mover
         self._ledger = device.ledger
+        self._watch = device.watch
         self._first_scalar = 2 + record.num_inputs + record.num_outputs
         self._num_outer = record.num_inputs + record.num_outputs
         #: Values that this device has by now; inputs are looked up where they are first used.
@@ -300,6 +308,7 @@ class _DeviceWriter:
             remeasure = self._writer.constant(self._ledger.remeasure)
             for index in template.mutates:
                 self._line(f"{remeasure}({self._name(step.inputs[index])})")
+        self.tell(step)
 
     def _move(self, step: BodyOp) -> None:
         assert self._find_mover is not None
@@ -312,6 +321,18 @@ class _DeviceWriter:
         if is_target:
             call = f"{self.made(step.outputs[0])} = {self._counted(step.outputs[0], call, step)}"
         self._line(call)
+        self.tell(step, is_source, is_target)
+
+    def tell(self, step: BodyOp, reads: bool = True, makes: bool = True) -> None:
+        """Tell the race detector, when there is one, what a step has used."""
+        if self._watch is None:
+            return
+        inputs = "".join(f"{self._name(value)}, " for value in step.inputs if reads)
+        outputs = "".join(f"{self._name(value)}, " for value in step.outputs if value and makes)
+        mutates = f"({''.join(f'{index}, ' for index in step.template.mutates)})"
+        ran = self._writer.constant(self._watch.ran)
+        op = repr(step.template.op)
+        self._line(f"{ran}({op}, {step.location_id}, ({inputs}), ({outputs}), {mutates})")
 
     def _counted(self, value: int, call: str, step: BodyOp) -> str:
         """A call whose result the ledger counts, before the result has a name: what is too large gets none."""

@@ -55,10 +55,12 @@ from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
+from dtorch_runtime.worker.streams.watched import WatchedStream
 from dtorch_runtime.worker.thread import LazyWorker, ThreadShare, Worker
 from dtorch_runtime.worker.tickets import Ticket, run_batch, take_answer
 from dtorch_runtime.worker.transfers import Transfers
 from dtorch_runtime.worker.uploads import SharedUpload, place, refuse, upload_key
+from dtorch_runtime.worker.watch import StreamWatch, Watch
 
 _T = TypeVar("_T")
 #: What is copied within some microseconds.
@@ -144,6 +146,7 @@ class WorkerExecutor:
         self._node_of: dict[int, str] = {}
         self._neighbours: set[str] = set()
         self._share = ThreadShare(settings.num_threads, _num_cores())
+        self._watch = Watch() if settings.check else None
         self._redistributor = Redistributor(
             TransferPlanner(node_name, self._local, self._node_of, settings.beside_bytes),
             self._exchange,
@@ -408,6 +411,7 @@ class WorkerExecutor:
             self._report_failure,
             self._totals[device],
             self._transfers(worker, self._communication[device]),
+            self._watch_of(worker.name),
         )
         if entry.max_spans is not None:
             values.start_trace(entry.max_spans)
@@ -415,9 +419,11 @@ class WorkerExecutor:
         entry.shared.devices[device] = values
 
     def _start_device(self, device: int, torch_device: torch.device) -> Worker:
-        name, new_stream = f"dtorch-{self._node}-{device}", partial(self._new_stream, torch_device)
+        name = f"dtorch-{self._node}-{device}"
+        new_stream = partial(self._make_stream, torch_device, name)
         worker = self._workers[device] = Worker(name, new_stream, self._share)
         beside = f"{name}-communication"
+        new_stream = partial(self._make_stream, torch_device, beside)
         self._communication[device] = LazyWorker(
             beside, partial(Worker, beside, new_stream, self._share, divides=False)
         )
@@ -427,7 +433,15 @@ class WorkerExecutor:
     def _transfers(self, worker: Worker, communication: LazyWorker) -> Transfers | None:
         if not self._settings.beside_bytes:
             return None
-        return Transfers(worker, communication, self._settings.collective_timeout_s)
+        watch = self._watch_of(communication.name)
+        return Transfers(worker, communication, self._settings.collective_timeout_s, watch)
+
+    def _make_stream(self, torch_device: torch.device, worker: str) -> Stream:
+        stream, watch = self._new_stream(torch_device), self._watch_of(worker)
+        return stream if watch is None else WatchedStream(stream, watch)
+
+    def _watch_of(self, worker: str) -> StreamWatch | None:
+        return None if self._watch is None else StreamWatch(self._watch, worker)
 
     def _ticket(self, entry: _OpenSession, seq: int) -> Ticket:
         session = entry.shared

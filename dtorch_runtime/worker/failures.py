@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dtorch_runtime.wire.records import FailureRecord, ShortageRecord
+from dtorch_runtime.worker.races import DataRace
 
 
 class SessionEnded(Exception):
@@ -87,4 +88,5 @@ def failure_of(
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
         shortage=shortage,
+        other_location_id=error.other.location_id if isinstance(error, DataRace) else 0,
     )

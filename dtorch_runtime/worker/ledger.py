@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dtorch_runtime.wire.records import DeviceMemoryRecord, LiveValueRecord
+from dtorch_runtime.ir.stream import FREE, WidthsOf, walk
+from dtorch_runtime.wire.records import DeviceMemoryRecord, LiveValueRecord, TemplateRecord
 from dtorch_runtime.worker.blobs import Blob, Pending
 from dtorch_runtime.worker.failures import OutOfMemoryError
 
@@ -222,6 +223,30 @@ def groups_of(blobs: Mapping[int, Blob | Pending], origin_of: Callable[[int], Or
         else:
             group[1] += 1
     return list(groups.values())
+
+
+def origins_of(words: Sequence[int], templates: Mapping[int, TemplateRecord]) -> dict[int, Origin]:
+    """What made each value that these op records make."""
+    found: dict[int, Origin] = {}
+    for start, _ in walk(words, WidthsOf(templates)):
+        if words[start] != FREE:
+            record = templates[words[start]]
+            first = start + 2 + record.num_inputs
+            outputs = words[first : first + record.num_outputs]
+            found.update(dict.fromkeys(outputs, (record.op, words[start + 1])))
+    return found
+
+
+def freed_unused(words: Sequence[int], templates: Mapping[int, TemplateRecord]) -> list[int]:
+    """Values that these op records free and do not use before."""
+    found: list[int] = []
+    used: set[int] = set()
+    for start, stop in walk(words, WidthsOf(templates)):
+        if words[start] == FREE:
+            found += (value_id for value_id in words[start + 2 : stop] if value_id not in used)
+        else:
+            used.update(words[start + 2 : start + 2 + templates[words[start]].num_inputs])
+    return found
 
 
 def memory_record(

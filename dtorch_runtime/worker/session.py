@@ -12,7 +12,7 @@ import torch
 from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.ir.body import BodyOp, expand, parse_body
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.stream import FREE, WidthsOf, walk
+from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.tape import BATCH, Tape
 from dtorch_runtime.wire.records import (
     DeviceMemoryRecord,
@@ -33,7 +33,15 @@ from dtorch_runtime.worker.arguments import (
     raising_runner,
     skip_runner,
 )
-from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, check_plain, poison_with_aliases
+from dtorch_runtime.worker.blobs import (
+    Blob,
+    Blobs,
+    Pending,
+    Poison,
+    check_plain,
+    poison_in,
+    poison_with_aliases,
+)
 from dtorch_runtime.worker.bodies import BodyDevice, CompiledBody
 from dtorch_runtime.worker.failures import (
     InternalFailure,
@@ -50,8 +58,10 @@ from dtorch_runtime.worker.ledger import (
     DeviceTotal,
     Ledger,
     Origin,
+    freed_unused,
     groups_of,
     memory_record,
+    origins_of,
 )
 from dtorch_runtime.worker.moves import Moves
 from dtorch_runtime.worker.overlap import is_overlap, run_on_copies
@@ -59,6 +69,7 @@ from dtorch_runtime.worker.redistribute import Redistributor
 from dtorch_runtime.worker.thread import Job
 from dtorch_runtime.worker.timed import Timer
 from dtorch_runtime.worker.transfers import Transfers
+from dtorch_runtime.worker.watch import StreamWatch, watched_runner
 
 #: Values that are told of with a failure for want of memory.
 _NUM_TOLD = 5
@@ -94,6 +105,7 @@ class DeviceSession:
         node: the name of the agent, for failures.
         total: what all sessions hold on the device, and how much they may.
         transfers: carries out large redistributions beside ops; without it all are done at once.
+        watch: told what ops read and write, while races are looked for.
     """
 
     def __init__(
@@ -106,8 +118,10 @@ class DeviceSession:
         report_failure: ReportFailure,
         total: DeviceTotal | None = None,
         transfers: Transfers | None = None,
+        watch: StreamWatch | None = None,
     ) -> None:
         self.session = session
+        self._watch = watch
         self.blobs: Blobs = {}
         self._device = device
         self._torch_device = torch_device
@@ -208,6 +222,8 @@ class DeviceSession:
             if self._ledger is not None:
                 self._ledger.origin, self._ledger.words = ("upload", 0), ()
             self.blobs[value_id] = tensor
+            if self._watch is not None:
+                self._watch.ran("upload", 0, (), (tensor,))
         except Exception as error:  # noqa: BLE001  whoever uses the value gets it
             self.refuse_upload(value_id, error)
 
@@ -246,6 +262,8 @@ class DeviceSession:
         self._wait_for((value_id,))
         blob = self.blobs.get(value_id)
         assert not isinstance(blob, Pending)
+        if self._watch is not None:
+            self._watch.ran("fetch", 0, (blob,))
         return blob
 
     def call_behind(self, job: Job) -> None:
@@ -272,15 +290,8 @@ class DeviceSession:
         The program has dropped it: dropped values are told of behind later ops, several at once.
         """
         assert self._ledger is not None
-        words, templates = self._ledger.words[self._ledger.start :], self.session.templates
-        used: set[int] = set()
-        for start, stop in walk(words, WidthsOf(templates)):
-            if words[start] == FREE:
-                for value_id in words[start + 2 : stop]:
-                    if value_id not in used:
-                        self.blobs.pop(value_id, None)
-            else:
-                used.update(words[start + 2 : start + 2 + templates[words[start]].num_inputs])
+        for value_id in freed_unused(self._ledger.words[self._ledger.start :], self.session.templates):
+            self.blobs.pop(value_id, None)
 
     def _memory(self, num_largest: int, origin_of: Callable[[int], Origin]) -> DeviceMemoryRecord:
         ledger, limit_bytes = self._ledger, self._total.limit_bytes
@@ -300,21 +311,10 @@ class DeviceSession:
         asked_bytes = asked_bytes_of(error)
         if asked_bytes is None:
             return None
-        origins = self._origins(words)
+        origins = origins_of(words, self.session.templates)
         held = self._memory(_NUM_TOLD, lambda value_id: origins.get(value_id, UNKNOWN))
         other_bytes = self._ledger.other_bytes if self._ledger is not None else 0
         return ShortageRecord(asked_bytes, other_bytes, next(filter(None, made), 0), held)
-
-    def _origins(self, words: Sequence[int]) -> dict[int, Origin]:
-        templates = self.session.templates
-        found: dict[int, Origin] = {}
-        for start, _ in walk(words, WidthsOf(templates)):
-            if words[start] != FREE:
-                record = templates[words[start]]
-                first = start + 2 + record.num_inputs
-                outputs = words[first : first + record.num_outputs]
-                found.update(dict.fromkeys(outputs, (record.op, words[start + 1])))
-        return found
 
     def _after_error(self, words: list[int], i: int, error: Exception) -> int:
         """Poison what the failed op was to make; returns where the next record starts."""
@@ -337,7 +337,7 @@ class DeviceSession:
             return len(words)
         except ClusterTimeout as late:
             error = late
-        poison = self._poisoned_input(inputs)
+        poison = poison_in(self.blobs, inputs)
         if is_overlap(record, error) and run_on_copies(self._plain, self.blobs, record, words[i:stop]):
             return stop
         if poison is None:
@@ -357,13 +357,6 @@ class DeviceSession:
 
     def _wait_for(self, value_ids: Sequence[int]) -> bool:
         return self._transfers is not None and self._transfers.resolve(self.blobs, value_ids)
-
-    def _poisoned_input(self, value_ids: list[int]) -> Poison | None:
-        for value_id in value_ids:
-            blob = self.blobs.get(value_id)
-            if isinstance(blob, Poison):
-                return blob
-        return None
 
     def _new_poison(self, record: TemplateRecord, words: list[int], i: int, error: Exception) -> Poison:
         return self._poison_of(record, words[i : i + record.width], error, self._seq, words[:i])
@@ -438,7 +431,9 @@ class DeviceSession:
         return self._transfers.ordered(runner, self.blobs, record.num_inputs, written)
 
     def _counted_runner(self, record: TemplateRecord, runner: Runner) -> Runner:
-        """Tells the ledger, when there is one, which op runs and what it wrote to."""
+        """Tells those who want to know: the ledger which op runs, the race detector what it used."""
+        if self._watch is not None and record.body is None:
+            runner = watched_runner(self._watch, record, self.blobs, runner)
         ledger = self._ledger
         if ledger is None:
             return runner
@@ -456,7 +451,7 @@ class DeviceSession:
     @property
     def body_device(self) -> BodyDevice:
         """This device as captured calls see it."""
-        return BodyDevice(self._device, self._torch_device, self.blobs, self._ledger)
+        return BodyDevice(self._device, self._torch_device, self.blobs, self._ledger, self._watch)
 
     def _body_runner(self, record: TemplateRecord) -> Runner:
         session, planner = self.session, self._redistributor.planner

@@ -25,6 +25,7 @@ from dtorch_runtime.worker.arguments import Runner
 from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, UnderWay, storage_of
 from dtorch_runtime.worker.failures import SessionEnded
 from dtorch_runtime.worker.thread import Job, LazyWorker, Worker
+from dtorch_runtime.worker.watch import StreamWatch
 
 #: Bytes of transfers under way, inputs and results, with which a device starts no further one.
 MAX_BYTES = 256 * 1024 * 1024
@@ -40,12 +41,20 @@ class Transfers:
         compute: the worker that runs the session's ops.
         communication: the one that carries transfers out, in the order in which they are started.
         timeout_s: the deadline of one wait in a collective.
+        watch: told what transfers read and make, while races are looked for.
     """
 
-    def __init__(self, compute: Worker, communication: LazyWorker, timeout_s: float) -> None:
+    def __init__(
+        self,
+        compute: Worker,
+        communication: LazyWorker,
+        timeout_s: float,
+        watch: StreamWatch | None = None,
+    ) -> None:
         self._compute = compute
         self._communication = communication
         self._timeout_s = timeout_s
+        self._watch = watch
         #: Started and maybe not ended, the oldest first.
         self.under_way: deque[UnderWay] = deque()
         #: Values that are pending. Those that are freed are dropped with their results, here too.
@@ -79,7 +88,7 @@ class Transfers:
         self.under_way.append(transfer)
         self._num_bytes += transfer.num_bytes
         self.num_started += 1
-        ready, tape = self._compute.stream.record(), self.tape
+        ready, tape, watch = self._compute.stream.record(), self.tape, self._watch
 
         def job() -> None:
             stream, start_ns = self._communication.stream, monotonic_ns()
@@ -92,6 +101,8 @@ class Transfers:
                 if isinstance(value, torch.Tensor):
                     stream.use(value)
                 pending.result = move(value)
+                if watch is not None:
+                    watch.ran(*pending.made_by, (value,), (pending.result,))
             except SessionEnded as error:
                 pending.result = error
             except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it

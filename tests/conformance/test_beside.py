@@ -1,7 +1,7 @@
 """Redistributions beside ops, on real executors: what goes on while one cannot end, and what waits for it.
 
 A device is stopped by an op that waits for a gate, in the middle of the program, so that its peers' transfers cannot
-end. What they do meanwhile is beside them. Nothing is timed.
+end. What they do meanwhile is beside them. Nothing is timed. The race detector looks on.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.fixture(params=[[[0], [1]], [[0, 1]]], ids=["two nodes", "one node"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    settings = Settings(collective_timeout_s=10.0, num_threads=1, beside_bytes=1)
+    settings = Settings(collective_timeout_s=10.0, num_threads=1, beside_bytes=1, check=True)
     with Rig(request.param, settings=settings) as started:
         yield started
 
@@ -284,10 +284,15 @@ def test_memory_counts_results_from_the_start_and_limits_hold(gate):
 
 @pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1]]], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("beside_bytes", [1, 24])
-def test_random_programs_mix_both_ways(nodes, beside_bytes, rng):
+@pytest.mark.parametrize("check", [False, True])
+def test_random_programs_mix_both_ways(nodes, beside_bytes, check, rng):
     """Some transfers beside, some at once, writes in between, little room ahead of readers: values as in one thread."""
     settings = Settings(
-        collective_timeout_s=10.0, num_threads=1, beside_bytes=beside_bytes, max_outstanding_bytes=1
+        collective_timeout_s=10.0,
+        num_threads=1,
+        beside_bytes=beside_bytes,
+        max_outstanding_bytes=1,
+        check=check,
     )
     with Rig(nodes, settings=settings) as rig:
         for _ in range(3):

@@ -12,6 +12,7 @@ from dtorch_runtime.worker.collectives.threads import ThreadExchange
 from dtorch_runtime.worker.ledger import DeviceTotal
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
+from dtorch_runtime.worker.watch import StreamWatch
 
 CPU = torch.device("cpu")
 NEG, ADD, ADD_IN_PLACE, BAD, BAD_IN_PLACE, VIEW, UNKNOWN, ELSEWHERE, NO_MESH, SPLIT = range(1, 11)
@@ -41,7 +42,7 @@ TEMPLATES = [
 class Bench:
     """A session on device 0, with values 10 and 11. ``total`` counts what all sessions hold, where there is a limit."""
 
-    def __init__(self, total: DeviceTotal | None = None) -> None:
+    def __init__(self, total: DeviceTotal | None = None, watch: StreamWatch | None = None) -> None:
         self.reported: list[FailureRecord] = []
         session = Session(1)
         session.meshes = {1: DeviceMesh("cpu", [0]), 2: DeviceMesh("cpu", [1])}
@@ -50,7 +51,14 @@ class Bench:
         planner = TransferPlanner("n0", {0: CPU}, {0: "n0"})
         redistributor = Redistributor(planner, ThreadExchange(1.0, run_ahead), None, run_ahead)
         self.values = DeviceSession(
-            session, 0, CPU, "n0", redistributor, lambda _, failure: self.reported.append(failure), total
+            session,
+            0,
+            CPU,
+            "n0",
+            redistributor,
+            lambda _, failure: self.reported.append(failure),
+            total,
+            watch=watch,
         )
         self.blobs[10] = torch.tensor([1.0, 2.0])
         self.blobs[11] = torch.tensor([3.0, 4.0])

@@ -14,6 +14,7 @@ from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import BodyRecord, Slot, TemplateRecord, TransferArg
 from dtorch_runtime.worker.blobs import Poison
 from dtorch_runtime.worker.ledger import DeviceTotal
+from dtorch_runtime.worker.watch import StreamWatch, Watch
 from tests.support.device_bench import (
     ADD,
     ADD_IN_PLACE,
@@ -49,8 +50,10 @@ BODIES = {
 }
 
 
-def new_bench(words: list[int], total: DeviceTotal | None = None) -> tuple[Bench, TemplateRecord]:
-    bench = Bench(total)
+def new_bench(
+    words: list[int], total: DeviceTotal | None = None, watch: StreamWatch | None = None
+) -> tuple[Bench, TemplateRecord]:
+    bench = Bench(total, watch)
     session = bench.values.session
     layout = layout_to_record(Layout(DeviceMesh("cpu", [0]), (Replicate(),)), 1)
     transfer = TransferArg([2], "float32", layout, layout)
@@ -84,6 +87,31 @@ def test_it_does_what_its_ops_do_one_by_one(words: list[int]) -> None:
     assert [f.failure_id for f in captured.reported] == [f.failure_id for f in single.reported]
     assert [f.location_id for f in captured.reported] == [f.location_id for f in single.reported]
     assert all(value_id < 1000 for value_id in captured.blobs), "inner values are left"
+
+
+@pytest.mark.parametrize("words", BODIES.values(), ids=BODIES)
+def test_the_race_detector_sees_each_op(words: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[list[tuple[object, ...]]] = [[], []]
+
+    class Noting(StreamWatch):
+        def __init__(self, log: list[tuple[object, ...]]) -> None:
+            super().__init__(Watch(), "compute")
+            self._log = log
+
+        def ran(self, op, location_id, inputs, outputs=(), mutates=()) -> None:
+            super().ran(op, location_id, inputs, outputs, mutates)
+            is_memory = [
+                [isinstance(blob, torch.Tensor) for blob in blobs if blob is not None]
+                for blobs in (inputs, outputs)
+            ]
+            self._log.append((op, location_id, *is_memory, list(mutates)))
+
+    captured, record = new_bench(words, watch=Noting(noted[0]))
+    captured.run(*STREAM)
+    single, _ = new_bench(words, watch=Noting(noted[1]))
+    single.run(*expand(record, parse_body(record, single.values.session.templates), STREAM, 0)[0])
+    assert noted[0] or len(captured.reported) == 2
+    assert noted[0] == noted[1]
 
 
 def test_a_failed_input_is_the_failure_of_what_depends_on_it() -> None:

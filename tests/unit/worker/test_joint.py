@@ -27,6 +27,7 @@ from dtorch_runtime.worker.failures import SessionEnded
 from dtorch_runtime.worker.joint import JointBody, JointMember, joint_mover
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
+from dtorch_runtime.worker.watch import StreamWatch, Watch
 from tests.support.device_bench import ADD, ADD_IN_PLACE, BAD, CPU, ELSEWHERE, NEG, TEMPLATES, VIEW, template
 
 REDUCE, SCATTER, GATHER, TO_ONE, FROM_ONE, COPY, BAD_ELSEWHERE, CAPTURED = range(20, 28)
@@ -56,7 +57,7 @@ BODIES = {
 class Pair:
     """A session on devices 0 and 1 of one agent, each with values 10 and 11. The captured call is ``words``."""
 
-    def __init__(self, words: list[int], timeout_s: float = 10.0) -> None:
+    def __init__(self, words: list[int], timeout_s: float = 10.0, watch: Watch | None = None) -> None:
         self.reported: list[FailureRecord] = []
         self.session = Session(1, timeout_s)
         self.session.meshes = {1: BOTH, 2: SECOND}
@@ -66,7 +67,8 @@ class Pair:
         planner = TransferPlanner("n0", {0: CPU, 1: CPU}, {0: "n0", 1: "n0"})
         redistributor = Redistributor(planner, self.exchange, None, run_ahead)
         for device in (0, 1):
-            values = DeviceSession(self.session, device, CPU, "n0", redistributor, self._report)
+            told = None if watch is None else StreamWatch(watch, f"device {device}")
+            values = DeviceSession(self.session, device, CPU, "n0", redistributor, self._report, watch=told)
             values.blobs[10] = torch.tensor([1.0, 2.0]) * (device + 1)
             values.blobs[11] = torch.tensor([3.0, 4.0]) * (device + 1)
             self.session.devices[device] = values
@@ -143,9 +145,10 @@ def _templates(words: list[int]) -> list[TemplateRecord]:
 
 
 @pytest.mark.parametrize("num_calls", [1, 2, 3])
+@pytest.mark.parametrize("is_watched", [False, True])
 @pytest.mark.parametrize("words", BODIES.values(), ids=BODIES)
-def test_it_does_what_two_threads_do(words: list[int], num_calls: int) -> None:
-    captured, single = Pair(words), Pair(words)
+def test_it_does_what_two_threads_do(words: list[int], is_watched: bool, num_calls: int) -> None:
+    captured, single = Pair(words, watch=Watch() if is_watched else None), Pair(words)
     steps = parse_body(single.record, single.session.templates)
     for call in range(num_calls):
         stream = [*STREAM[:-1], 1000 + 10 * call]
