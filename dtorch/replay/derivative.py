@@ -13,7 +13,7 @@ from dtorch.issue import make_symbol
 from dtorch.replay.call import Call, Made, NotReplayable, Result, make_call, make_result
 from dtorch.replay.recording import Recording
 from dtorch.spec import Spec
-from dtorch_runtime.errors import CaptureError
+from dtorch_runtime.errors import CaptureError, UserError
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):
@@ -84,6 +84,11 @@ def record_backward(
         if "second time" in str(error):
             return None
         raise NotReplayable(f"has a derivative that cannot be computed: {error}") from error
+    except UserError as error:  # the program may never ask for it, but a replay would have to know it
+        raise NotReplayable(
+            f"has a derivative that cannot be computed for a gradient placed as its result is (detach the result, or "
+            f"call it under torch.no_grad(), if you need none): {error}"
+        ) from error
     finally:
         graph.freed = freed
     if recording.refusal is not None:

@@ -167,3 +167,20 @@ def test_a_captured_loss_has_no_graph_when_its_backward_pass_was_captured() -> N
         loss = step(send(numbers(4, seed=1)))
         same(weight.grad, numbers(4, seed=1))
     assert not loss.requires_grad
+
+
+def test_a_derivative_that_cannot_be_placed_is_no_error_of_the_program() -> None:
+    def function(x: Any, z: Any) -> Any:
+        return x[:6] + z  # the gradient is cut as z is, and that of x[:6] has to be whole
+
+    x = send(numbers(8)).requires_grad_()
+    z = send(numbers(6, seed=1), [Shard(0)])
+    expected = function(x, z).to_torch().detach()
+    with pytest.raises(CaptureError, match="cannot be computed for a gradient placed as its result"):
+        dtorch.capture(function)(x, z)
+    same(dtorch.capture(fallback=True)(function)(x, z), expected)
+    with torch.no_grad():
+        captured = dtorch.capture(function)
+        for _ in range(NUM_CALLS):
+            same(captured(x, z), expected)
+    assert replays(captured) == NUM_CALLS - 1
