@@ -173,6 +173,26 @@ def session(cluster: LocalCluster, passes: str) -> Iterator[None]:
         yield
 
 
+class _NoProgram(Exception):
+    """Drawn with other seeds than in the program, what is not zero is of another number than a line relies on."""
+
+
+def _write(cluster: LocalCluster, rng: random.Random) -> tuple[Function, dict[str, torch.Tensor]]:
+    """A function, and what it gives without being captured."""
+    with session(cluster, "none"):
+        program, difference = write_and_run(rng, "strict")
+        if difference is not None:
+            raise difference
+        function = Function.of(program, rng)
+        try:
+            function.call(captured=False)
+        except RemoteOpError:
+            raise _NoProgram from None
+        function = capturable(function)
+        [expected], _ = function.call(captured=False)
+        return function, expected
+
+
 def check(cluster: LocalCluster, rng: random.Random, subsets: Sequence[str] = SUBSETS) -> Counter[str]:
     """Write a program, and compare its replays with eager calls; how many were replayed, and what passes removed.
 
@@ -182,18 +202,10 @@ def check(cluster: LocalCluster, rng: random.Random, subsets: Sequence[str] = SU
     Raises:
         Difference: a replay differs.
     """
-    with session(cluster, "none"):
-        program, difference = write_and_run(rng, "strict")
-        if difference is not None:
-            raise difference
-        function = Function.of(program, rng)
-        try:
-            function.call(captured=False)
-        except RemoteOpError:
-            # Drawn with other seeds than in the program, what is not zero may be of another number than it relies on.
-            return Counter(no_program=1)
-        function = capturable(function)
-        [expected], _ = function.call(captured=False)
+    try:
+        function, expected = _write(cluster, rng)
+    except _NoProgram:
+        return Counter(no_program=1)
     counts: Counter[str] = Counter()
     for passes in subsets:
         with session(cluster, passes):
