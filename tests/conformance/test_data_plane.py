@@ -227,6 +227,7 @@ def test_a_segment_is_used_again_when_it_has_been_read(end):
         got = b.get()
         assert isinstance(got, torch.Tensor)
         assert got[0] == number
+        del got  # it lies in the segment
         wait_until(lambda: not lent(a), "the segment to come back")
     assert a.network._pool._num_made == num_before + 1
 

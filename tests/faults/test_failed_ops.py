@@ -11,13 +11,16 @@ import pytest
 import torch
 
 import dtorch
+from tests.support.leaks import LeakWatch
 
 R, S0 = dtorch.Replicate(), dtorch.Shard(0)
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[dtorch.DeviceMesh]:
+def mesh(leak_watch: LeakWatch) -> Iterator[dtorch.DeviceMesh]:
+    before = leak_watch.snapshot()
     dtorch.init(num_nodes=2, devices_per_node=1)
+    leak_watch.declare_baseline(before)
     yield dtorch.DeviceMesh("cpu", [0, 1])
     dtorch.shutdown()
 
