@@ -20,6 +20,7 @@ from dtorch import (
     dynamic_calls,
     engine,
     metadata as _metadata,  # noqa: F401  registers its calls
+    norms as _norms,  # noqa: F401  registers its call
     random,
     random_calls as _random_calls,  # noqa: F401  registers its calls
     recurrent,

@@ -290,6 +290,12 @@ class Graph:
             self.words.extend(self.dropped[:count])
         del self.dropped[:count]
 
+    def free_soon(self) -> None:
+        """Have what was dropped freed before the next op, not some ops later: for who drops what is large."""
+        with self.lock:
+            if self.words and self.dropped:
+                self.free_dropped()
+
     def send_batch(self, why: str | None = None) -> None:
         """Send what was appended, after waiting for room. The lock is held.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 _PLACED = "dtorch.from_torch(t, mesh, placements)"
 _MODULE = "dtorch.parallelize(module, mesh), or module.to('dtorch')"
+_ZERO = "dtorch.parallelize(module, mesh), then dtorch.parallel.zero(module, stage=3)"
 _REDISTRIBUTE = "x.redistribute(placements=[{}]); DTorch does the communication"
 _NO_RANKS = (
     "nothing: one program drives all devices and there are no ranks; dtorch.init() starts or joins a cluster"
@@ -17,11 +18,12 @@ _WRITE = {
     "distribute_tensor": _PLACED,
     "distribute_module": _MODULE,
     "parallelize_module": _MODULE,
-    "fully_shard": _MODULE,
-    "FSDP": _MODULE,
+    "fully_shard": _ZERO,
+    "FSDP": _ZERO,
     "DDP": _MODULE,
     "DistributedDataParallel": _MODULE,
-    "FullyShardedDataParallel": _MODULE,
+    "FullyShardedDataParallel": _ZERO,
+    "ZeroRedundancyOptimizer": "dtorch.parallel.zero(model, optimizer, stage=1)",
     "from_local": f"{_PLACED}, where t is the global tensor: a program sees no local ones",
     "to_local": "x.to_torch() for the global value: a program sees no local tensors",
     "full_tensor": "x.to_torch(), or x.redistribute(placements=[Replicate()]) to keep it on the cluster",

@@ -5,5 +5,6 @@ from __future__ import annotations
 from dtorch.parallel.cache import static_cache
 from dtorch.parallel.distribute import parallelize
 from dtorch.parallel.report import LayerRow, Report, describe
+from dtorch.parallel.zero import zero
 
-__all__ = ["LayerRow", "Report", "describe", "parallelize", "static_cache"]
+__all__ = ["LayerRow", "Report", "describe", "parallelize", "static_cache", "zero"]

@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -44,17 +44,36 @@ def _restore_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) ->
     return restored
 
 
+@dataclass(slots=True)
+class _GradientHome:
+    """A hook of a parameter: brings its gradients to where they are kept."""
+
+    placements: Sequence[Placement]
+
+    def __call__(self, gradient: Any) -> Any:
+        return gradient.redistribute(placements=self.placements)
+
+
 def add_gradient_hook(parameter: nn.Parameter) -> None:
     """Bring each gradient of ``parameter`` to the placements of the parameter before it is accumulated.
 
     Data parallelism leaves a partial sum on each part of the batch; an optimizer wants the sum. A parameter that does
     not require a gradient when it is made parallel gets no hook.
     """
+    set_gradient_placements(parameter, cast(Tensor, parameter).placements)
+
+
+def set_gradient_placements(parameter: Any, placements: Sequence[Placement]) -> None:
+    """Bring each gradient of ``parameter`` to these placements, and no more to those that were set before."""
     if not parameter.requires_grad:
         return
     # Terms of a sum all have the gradient of the sum.
-    placements = [Replicate() if isinstance(p, Partial) else p for p in cast(Tensor, parameter).placements]
-    parameter.register_hook(lambda gradient: gradient.redistribute(placements=placements))
+    resolved = [Replicate() if isinstance(p, Partial) else p for p in placements]
+    for hook in (parameter._backward_hooks or {}).values():
+        if isinstance(hook, _GradientHome):
+            hook.placements = resolved
+            return
+    parameter.register_hook(_GradientHome(resolved))
 
 
 # ---- the model's entry and exit ----

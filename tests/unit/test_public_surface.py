@@ -42,6 +42,14 @@ NN = """
 """
 
 
+PARALLEL = "LayerRow Report describe parallelize static_cache zero"
+
+
+def test_the_names_of_dtorch_parallel() -> None:
+    assert set(dtorch.parallel.__all__) == set(PARALLEL.split())
+    assert [name for name in PARALLEL.split() if not getattr(dtorch.parallel, name).__doc__] == []
+
+
 def test_the_names_of_dtorch_nn() -> None:
     assert set(dtorch.nn.__all__) == set(NN.split())
     assert [name for name in NN.split() if not getattr(dtorch.nn, name).__doc__] == []
