@@ -145,6 +145,8 @@ class Graph:
         self.num_ops = 0
         #: Ids of values without a symbol, which the cluster still holds.
         self.dropped: list[int] = []
+        #: Used by the replayer alone: what is freed before which of the words.
+        self._frees: list[tuple[int, list[int]]] = []  # before what may raise: `__del__` reads these three
         if isinstance(session, DeviceMesh):
             raise MeshError(
                 f"Graph() takes no mesh, got {session!r}: a graph is a stream of ops. Write graph = dtorch.Graph(), "
@@ -167,10 +169,9 @@ class Graph:
         self.thread_id = threading.get_ident()
         #: The number of the last message sent.
         self.last_seq = 0
-        #: Replaces runs of ops that repeat, or None; guarded by the lock, as what it alone uses: what is freed before
-        #: which of the words, and how often the end of a batch has waited, with how many ops, to become a run.
+        #: Replaces runs of ops that repeat, or None; guarded by the lock, as what it alone uses: how often the end of a
+        #: batch has waited, with how many ops, to become a run.
         self.replayer: Replayer | None = None
-        self._frees: list[tuple[int, list[int]]] = []
         self._num_waits = self._num_waiting = 0
         if session.settings.auto_capture if auto_capture is None else auto_capture:
             define = partial(_define_run, session)  # nothing of the graph, which ends with its last symbol
