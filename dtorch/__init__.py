@@ -79,7 +79,7 @@ _HOMES = {
     **dict.fromkeys(("auto_redistribute", "explain_redistributions"), "dtorch.auto"),
 }
 #: Packages of public names, which need no import of their own: ``dtorch.parallel.describe``.
-_SUBPACKAGES = frozenset(("nn", "parallel"))
+_SUBPACKAGES = frozenset(("checkpoint", "nn", "parallel"))
 #: Modules that do not import torch.
 _WITHOUT_TORCH = frozenset(
     (

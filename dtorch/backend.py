@@ -33,6 +33,7 @@ from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
 from dtorch.linked import dispatch_linked
 from dtorch.meshes import check_index
+from dtorch.optimizers import place_loaded_state
 from dtorch.storages import refuse_storages
 from dtorch.strided import BACKENDS, not_strided
 from dtorch.tensors import Tensor
@@ -102,6 +103,7 @@ def register() -> None:
         transforms.leave_uncompiled(dispatch, dispatch_linked, _make)
         _use_foreach_optimizers()
         keep_ties()
+        place_loaded_state()
         refuse_storages()
 
 

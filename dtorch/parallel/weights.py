@@ -21,7 +21,7 @@ _SINGLE: Final = "model.safetensors"
 BLOCK_BYTES: Final = 4 * 1024 * 1024
 
 #: Names of dtypes in a safetensors header (github.com/huggingface/safetensors, "Format").
-_DTYPES: Final = {
+DTYPES: Final = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -134,7 +134,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         with safe_open(str(file), framework="pt", device="cpu") as handle:
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118, not a mapping
             return {
-                name: StoredTensor(file, name, tuple(view.get_shape()), _DTYPES[view.get_dtype()])
+                name: StoredTensor(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
                 for name, view in slices.items()
             }
     except (SafetensorError, KeyError, OSError) as error:

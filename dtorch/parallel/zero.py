@@ -171,8 +171,11 @@ def _cut_state(optimizer: torch.optim.Optimizer, homes: dict[Tensor, Placements]
     """Cut what an optimizer that has made steps keeps for each parameter as the parameter is cut."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if parameter in homes and isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[key] = value.redistribute(placements=homes[cast(Tensor, parameter)])
+            if parameter not in homes or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            placements = homes[cast(Tensor, parameter)]
+            if value.placements != placements:
+                state[key] = value.redistribute(placements=placements)
 
 
 # ---- stages 1 and 2 ----
@@ -192,6 +195,7 @@ def _step_on_pieces(optimizer: torch.optim.Optimizer, homes: dict[Tensor, Placem
                 _move(parameter, homes[parameter])
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.redistribute(placements=homes[parameter])
+        _cut_state(optimizer, homes)  # what a state dict has brought since
 
     @torch.no_grad()
     def gather() -> None:

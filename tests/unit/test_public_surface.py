@@ -50,6 +50,11 @@ def test_the_names_of_dtorch_parallel() -> None:
     assert [name for name in PARALLEL.split() if not getattr(dtorch.parallel, name).__doc__] == []
 
 
+def test_the_names_of_dtorch_checkpoint() -> None:
+    assert set(dtorch.checkpoint.__all__) == {"load", "save", "save_async"}
+    assert [name for name in dtorch.checkpoint.__all__ if not getattr(dtorch.checkpoint, name).__doc__] == []
+
+
 def test_the_names_of_dtorch_nn() -> None:
     assert set(dtorch.nn.__all__) == set(NN.split())
     assert [name for name in NN.split() if not getattr(dtorch.nn, name).__doc__] == []
