@@ -3,7 +3,7 @@
 Run: ``python -m benchmarks.overlap``. Two agents of one device each, and a chain of products of matrices that takes
 about as long as the transfer. In the first row a peer comes late, because it has such a chain to do first: the other's
 transfer consists of waiting. In the second, an all-to-all of 64 MiB, the processors themselves copy what moves: with
-one core for each agent, that takes its time from what computes.
+one core for each agent, that takes its time from what computes. The third is the first in one captured call.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ WIDTH = 256
 REPEATS = 9
 
 
+def products(first: Any, count: int) -> Any:
+    """Of a matrix with itself, each of the one before."""
+    x = first
+    for _ in range(count):
+        x = (x @ first) * (1 / WIDTH)
+    return x
+
+
 class Programs:
     """What is timed, on a cluster of two agents."""
 
@@ -39,10 +47,7 @@ class Programs:
 
     def chain(self, mesh: dtorch.DeviceMesh, count: int) -> Any:
         """Products, each of the one before."""
-        x = first = self.squares[mesh]
-        for _ in range(count):
-            x = (x @ first) * (1 / WIDTH)
-        return x
+        return products(self.squares[mesh], count)
 
     def move(self) -> Any:
         """The all-to-all."""
@@ -52,6 +57,17 @@ class Programs:
         """A small tensor that device 0 gets from device 1 once that has done ``count`` products."""
         x = self.chain(self.late, count) + self.few
         return x.redistribute(self.early, [dtorch.Replicate()])
+
+    def send_and_compute(self, count: int) -> Callable[[], Any]:
+        """A small tensor from the late device, and the chain of the other one, as one captured call."""
+        target = self.early
+
+        @dtorch.capture
+        def step(few: Any, late: Any, early: Any) -> Any:
+            sent = (products(late, count) + few).redistribute(target, [dtorch.Replicate()])
+            return products(early, count) + sent
+
+        return lambda: step(self.few, self.squares[self.late], self.squares[self.early])
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """From the first op to the end of the last."""
@@ -79,6 +95,7 @@ def times(count: int | None) -> tuple[int, dict[str, float]]:
         "late": lambda: programs.send(count),
         "early": lambda: programs.chain(programs.early, count),
         "late and early": lambda: (programs.send(count), programs.chain(programs.early, count)),
+        "late and early, captured": programs.send_and_compute(count),
     }
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(REPEATS):
@@ -103,6 +120,7 @@ def main() -> None:
     for figure, parts, both in (
         ("compute while a late peer is waited for", ("late", "early"), "late and early"),
         ("compute and an all-to-all of 64 MiB between agents", ("move", "compute"), "both"),
+        ("compute while a late peer is waited for, captured", ("late", "early"), "late and early, captured"),
     ):
         alone = {part: beside[part] * 1e3 for part in parts}
         limit = 1.25 * max(alone.values())

@@ -4,6 +4,9 @@ Values inside are local variables, kernels and constants are closed over, and a 
 was: nothing is looked up. There is no ``try``. When a line raises, the caller finds in the traceback which step it was
 and what the variables held (``Interrupted``), and goes on from there op by op, as if nothing had been captured.
 
+A large redistribution is two lines: one starts it (``transfers``), one waits for it in front of the first step that
+reads what it makes. In between its variable holds ``Pending``, as the value would op by op.
+
 One function may also run the call for several devices of an agent, each step for all of them in turn (``joint``).
 """
 
@@ -23,18 +26,37 @@ from dtorch_runtime.worker.arguments import Expressions, Runner
 from dtorch_runtime.worker.blobs import Blobs
 from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
 from dtorch_runtime.worker.ledger import Ledger
+from dtorch_runtime.worker.transfers import Transfers
 from dtorch_runtime.worker.watch import StreamWatch
 
 #: Moves a device's piece: ``(value, its id, id of the result, location) -> new piece``.
 Mover: TypeAlias = Callable[[Any, int, int, int], Any]
-#: The mover of a redistribution, and whether the device has a piece before it and after it.
-FindMover: TypeAlias = Callable[[TemplateRecord], tuple[Mover, bool, bool]]
 #: Moves the pieces of all devices of a body at once, in their order; None where a device has none.
 JointMover: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 #: The mover of a redistribution, and the indices of the devices that have a piece before it and after it.
 FindJointMover: TypeAlias = Callable[[TemplateRecord], tuple[JointMover, Sequence[int], Sequence[int]]]
 
 _FILE = "<dtorch captured>"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How one device takes part in a redistribution.
+
+    Attributes:
+        now: does it at once.
+        is_source: whether the device has a piece before it.
+        is_target: whether it has one after it.
+        start: gives ``Pending`` and does it beside what follows; None when it is too small for that.
+    """
+
+    now: Mover
+    is_source: bool
+    is_target: bool
+    start: Mover | None = None
+
+
+FindMove: TypeAlias = Callable[[TemplateRecord], Move]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +97,8 @@ class CompiledBody:
     Args:
         steps: of the body.
         meshes: the session's, by id.
-        find_mover: how one device's piece is redistributed.
+        find_move: how one device's piece is redistributed.
+        transfers: carries out what is started; needed where something is.
         find_joint_mover: how those of all devices are; needed when there are several.
 
     Raises:
@@ -89,12 +112,13 @@ class CompiledBody:
         meshes: Mapping[int, DeviceMesh],
         devices: Sequence[BodyDevice],
         *,
-        find_mover: FindMover | None = None,
+        find_move: FindMove | None = None,
+        transfers: Transfers | None = None,
         find_joint_mover: FindJointMover | None = None,
     ) -> None:
-        writer = _Writer(record, meshes, devices, find_mover, find_joint_mover)
-        for step in steps:
-            writer.add(step)
+        writer = _Writer(record, meshes, devices, find_move, transfers, find_joint_mover)
+        for index, step in enumerate(steps):
+            writer.add(step, next_op(steps, index + 1))
         source = writer.finish()
         namespace: dict[str, Any] = {}
         exec(compile(source, _FILE, "exec"), namespace)
@@ -129,6 +153,11 @@ class CompiledBody:
         return stopped
 
 
+def next_op(steps: Sequence[Step], index: int) -> BodyOp | None:
+    """The first op from a step on."""
+    return next((step for step in steps[index:] if isinstance(step, BodyOp)), None)
+
+
 class _Writer:
     """Writes the function, a line or more for each step and device. Value ``n`` of device ``k`` is ``v<n>d<k>``."""
 
@@ -137,14 +166,15 @@ class _Writer:
         record: TemplateRecord,
         meshes: Mapping[int, DeviceMesh],
         devices: Sequence[BodyDevice],
-        find_mover: FindMover | None,
+        find_move: FindMove | None,
+        transfers: Transfers | None,
         find_joint_mover: FindJointMover | None,
     ) -> None:
         self._record = record
         self._meshes = meshes
         self._find_joint_mover = find_joint_mover
         self._devices = [
-            _DeviceWriter(self, record, meshes, device, index, find_mover)
+            _DeviceWriter(self, record, meshes, device, index, find_move, transfers)
             for index, device in enumerate(devices)
         ]
         self.constants: list[Any] = []
@@ -154,7 +184,12 @@ class _Writer:
         self.place_of_line: dict[int, tuple[int, int | None]] = {}
         self._num_steps = 0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step, following: BodyOp | None) -> None:
+        """Write a step.
+
+        Args:
+            following: the op behind it.
+        """
         if (
             isinstance(step, BodyOp)
             and step.template.op == REDISTRIBUTE
@@ -164,7 +199,7 @@ class _Writer:
         else:
             for index, device in enumerate(self._devices):
                 first = len(self.lines)
-                device.add(step)
+                device.add(step, following)
                 self._note(first, index)
         self._num_steps += 1
 
@@ -218,7 +253,8 @@ class _DeviceWriter:
         meshes: Mapping[int, DeviceMesh],
         device: BodyDevice,
         index: int,
-        find_mover: FindMover | None,
+        find_move: FindMove | None,
+        transfers: Transfers | None,
     ) -> None:
         self._writer = writer
         self._record = record
@@ -226,7 +262,8 @@ class _DeviceWriter:
         self._device = device.device
         self._torch_device = device.torch_device
         self._index = index
-        self._find_mover = find_mover
+        self._find_move = find_move
+        self._transfers = transfers
         self._ledger = device.ledger
         self._watch = device.watch
         self._first_scalar = 2 + record.num_inputs + record.num_outputs
@@ -234,16 +271,21 @@ class _DeviceWriter:
         #: Values that this device has by now; inputs are looked up where they are first used.
         self._held: set[int] = set()
         self._freed: set[int] = set()
+        #: Values that no step has waited for yet, and the steps that make them.
+        self._pending: dict[int, BodyOp] = {}
+        self._has_started = False
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step, following: BodyOp | None) -> None:
+        """Write the lines of a step."""
         if isinstance(step, BodyFree):
             for value in step.values:
                 if value in self._held:
+                    self._pending.pop(value, None)
                     self._release(value)
                     self._line(f"{self._name(value)} = None")
                     self._freed.add(value)
         elif step.template.op == REDISTRIBUTE:
-            self._move(step)
+            self._move(step, following)
         elif any(self._takes_part(mesh_id) for mesh_id in step.template.mesh_ids):
             self._call(step)
 
@@ -252,12 +294,21 @@ class _DeviceWriter:
         for value in range(self._record.num_inputs + 1, self._num_outer + 1):
             if value in self._held:
                 self._line(f"{self._blob(value)} = {self._name(value)}")
+                if value in self._pending:
+                    assert self._transfers is not None
+                    unresolved = self._writer.constant(self._transfers.unresolved)
+                    self._line(f"{unresolved}[{self._id(value)}] = {self._name(value)}")
         for value in sorted(self._held - self._freed):
             if value > self._num_outer:
                 self._release(value)
 
     def value(self, value: int) -> str:
-        """The variable of a value that is read."""
+        """The variable of a value that is read; it is waited for, if it is under way."""
+        made_by = self._pending.pop(value, None)
+        if made_by is not None:
+            assert self._transfers is not None
+            wait = f"{self._writer.constant(self._transfers.wait)}({self._name(value)})"
+            self._line(f"{self._name(value)} = {self._counted(value, wait, made_by)}")
         if value <= self._record.num_inputs and value not in self._held:
             self._line(f"{self._name(value)} = {self._blob(value)}")
             self._held.add(value)
@@ -292,6 +343,10 @@ class _DeviceWriter:
             self._torch_device,
             self._writer.constants,
         )
+        if self._has_started and template.mutates:
+            assert self._transfers is not None
+            written = "".join(f"{self._name(step.inputs[index])}, " for index in template.mutates)
+            self._line(f"{self._writer.constant(self._transfers.before_write)}(({written}))")
         call = f"{self._writer.constant(kernel.function)}({expressions.arguments()})"
         wanted = [value for value in step.outputs if value]
         if not wanted:
@@ -310,18 +365,28 @@ class _DeviceWriter:
                 self._line(f"{remeasure}({self._name(step.inputs[index])})")
         self.tell(step)
 
-    def _move(self, step: BodyOp) -> None:
-        assert self._find_mover is not None
-        move, is_source, is_target = self._find_mover(step.template)
-        if not (is_source or is_target):
+    def _move(self, step: BodyOp, following: BodyOp | None) -> None:
+        assert self._find_move is not None
+        move = self._find_move(step.template)
+        if not (move.is_source or move.is_target):
             return
-        value = self.value(step.inputs[0]) if is_source else "None"
-        source, target = self._id(step.inputs[0]), self._id(step.outputs[0])
-        call = f"{self._writer.constant(move)}({value}, {source}, {target}, {step.location_id})"
-        if is_target:
-            call = f"{self.made(step.outputs[0])} = {self._counted(step.outputs[0], call, step)}"
+        (read,), (made,) = step.inputs, step.outputs
+        # Beside what? The next op would wait at once, or there is none.
+        is_beside = move.start is not None and following is not None and made not in following.inputs
+        value = "None"
+        if move.is_source:  # what is under way may be moved on, behind what makes it
+            value = self._name(read) if is_beside and read in self._pending else self.value(read)
+        function = self._writer.constant(move.start if is_beside else move.now)
+        call = f"{function}({value}, {self._id(read)}, {self._id(made)}, {step.location_id})"
+        if move.is_target:
+            call = f"{self.made(made)} = {self._counted(made, call, step)}"
         self._line(call)
-        self.tell(step, is_source, is_target)
+        if is_beside:
+            self._has_started = True
+            if move.is_target:
+                self._pending[made] = step
+        else:
+            self.tell(step, move.is_source, move.is_target)
 
     def tell(self, step: BodyOp, reads: bool = True, makes: bool = True) -> None:
         """Tell the race detector, when there is one, what a step has used."""

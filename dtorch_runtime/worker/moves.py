@@ -10,7 +10,7 @@ from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.arguments import Runner
 from dtorch_runtime.worker.blobs import Blobs, Pending, Poison, UnderWay
-from dtorch_runtime.worker.bodies import Mover
+from dtorch_runtime.worker.bodies import Move
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import REDISTRIBUTE
 from dtorch_runtime.worker.redistribute import Redistributor, Transfer, check_piece
@@ -73,29 +73,27 @@ class Moves:
 
         return run_at_once
 
-    def mover(self, record: TemplateRecord) -> tuple[Mover, bool, bool]:
-        """How a redistribution moves this device's piece, and whether there is one before and one after it.
+    def move(self, record: TemplateRecord) -> Move:
+        """How this device takes part in a redistribution inside of a captured call.
 
         Raises:
             InternalFailure: the template contradicts itself.
         """
-        _, move, is_source, is_target = self._plan(record)
+        transfer, move, is_source, is_target = self._plan(record)
 
         def move_now(value: Any, value_id: int, out: int, location_id: int) -> Any:
             return move(value, value_id, out, location_id, self._seq())
 
-        return move_now, is_source, is_target
+        return Move(move_now, is_source, is_target, self._starter(record, transfer, move))
 
     def runner(self, record: TemplateRecord, blobs: Blobs) -> Runner:
         """The runner of a redistribution.
 
-        Raises: as ``mover``.
+        Raises: as ``move``.
         """
         transfer, move, is_source, is_target = self._plan(record)
         transfers, width, seq = self._transfers, record.width, self._seq
-        start = (
-            self._starter(record, transfer, move) if transfer.is_beside and transfers is not None else None
-        )
+        start = self._starter(record, transfer, move)
 
         def run(words: list[int], i: int) -> int:
             out = words[i + 3]
@@ -143,9 +141,10 @@ class Moves:
 
     def _starter(
         self, record: TemplateRecord, transfer: Transfer, move: _Move
-    ) -> Callable[[Any, int, int, int], Pending]:
-        """Starts a transfer beside the ops that follow, as a mover does it at once."""
-        assert self._transfers is not None
+    ) -> Callable[[Any, int, int, int], Pending] | None:
+        """Starts a transfer beside the ops that follow, as a mover does it at once; None for a small one."""
+        if self._transfers is None or not transfer.is_beside:
+            return None
         begin, made_bytes = self._transfers.start, transfer.made_bytes(self._device)
         num_bytes = made_bytes + transfer.read_bytes(self._device)
 

@@ -456,7 +456,8 @@ class DeviceSession:
     def _body_runner(self, record: TemplateRecord) -> Runner:
         session, planner = self.session, self._redistributor.planner
         steps = parse_body(record, session.templates)
-        body = CompiledBody(record, steps, session.meshes, [self.body_device], find_mover=self._moves.mover)
+        devices, find = [self.body_device], self._moves.move
+        body = CompiledBody(record, steps, session.meshes, devices, find_move=find, transfers=self._transfers)
         single = partial(weigh, record, steps, self.blobs, self._moves.at_once(self._run))
         part = session.joint.join(
             record, body, self._device, session.devices, session.meshes, planner, single
@@ -481,6 +482,8 @@ class DeviceSession:
             for value, blob in stopped.values.items():
                 if value > record.num_inputs and ids[value]:
                     self.blobs[ids[value]] = blob
+                    if type(blob) is Pending and self._transfers is not None:
+                        self._transfers.unresolved[ids[value]] = blob
             start = starts[stopped.step] if stopped.step < len(starts) else len(expanded)
             if stopped.raised is not None:
                 start = self._after_error(expanded, start, stopped.raised)

@@ -10,7 +10,7 @@ import itertools
 import random
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -256,6 +256,90 @@ def test_a_profile_has_a_lane_for_transfers(rig, gate):
     assert spans(beside)[0][3] <= next(span[3] for span in spans(compute) if span[0] == WAIT)
 
 
+def test_independent_ops_of_a_captured_call_go_on(gate, monkeypatch):
+    seen = threading.Event()
+
+    def mark_seen(x: torch.Tensor) -> torch.Tensor:
+        seen.set()
+        return x.clone()
+
+    monkeypatch.setitem(kernels._own, "dtorch::test_seen", kernels.Kernel(mark_seen))
+    settings = Settings(collective_timeout_s=10.0, num_threads=1, beside_bytes=1, check=True)
+    with Rig([[0], [1]], settings=settings) as rig:
+        rows, move, add = put_rows(rig), gather(rig), both(rig, "aten::add.Tensor", Slot(0), Slot(1))
+        mark = both(rig, "dtorch::test_seen", Slot(0))
+        whole, marked, total = 1001, 1002, 1003
+        words = [move, 0, rows, whole, mark, 0, rows, marked, add, 0, whole, whole, total]
+        captured = rig.captured(words, [rows], [total, marked], [BOTH])
+        close_the_gate(rig)
+        outputs = rig.call(captured, [rows], 2)
+        assert seen.wait(_WAIT_S), "computed beside the transfer"
+        assert not any(node.completed and max(node.completed) == rig._seq for node in rig.nodes)
+        gate.set()
+        assert all(torch.equal(piece, 2 * ROWS) for piece in rig.get(outputs[0], [0, 1]).values())
+        assert torch.equal(rig.get(outputs[1], [0])[0], ROWS[:2])
+        rig.sync()
+        assert not rig.failures
+
+
+@pytest.fixture
+def apart(gate) -> Iterator[Rig]:
+    """Two nodes, whose devices run captured calls each by itself."""
+    settings = Settings(collective_timeout_s=10.0, num_threads=1, beside_bytes=1, check=True)
+    with Rig([[0], [1]], settings=settings) as rig:
+        yield rig
+
+
+def test_a_result_of_a_captured_call_may_be_under_way_when_it_ends(apart, gate):
+    rig = apart
+    columns = Layout(BOTH, (Shard(1),))
+    rows, neg = put_rows(rig), both(rig, "aten::neg", Slot(0))
+    move, back = (
+        rig.transfer((4, 2), torch.float32, source, target)
+        for source, target in itertools.pairwise((SHARDED, columns, SHARDED))
+    )
+    words = [move, 0, rows, 1001, neg, 0, rows, 1003, back, 0, 1001, 1002, neg, 0, 1003, 1004]
+    captured = rig.captured(words, [rows], [1001, 1002, 1003], [BOTH])
+    close_the_gate(rig)
+    _, again, other = rig.call(captured, [rows], 3)
+    assert torch.equal(rig.get(other, [0])[0], -ROWS[:2]), "the call has ended"
+    result = rig.op(neg, again)
+    gate.set()
+    pieces = rig.get(result, [0, 1])
+    assert torch.equal(torch.cat([pieces[0], pieces[1]]), -ROWS)
+
+
+def test_a_write_in_a_captured_call_waits_for_what_is_read(apart, gate):
+    rig = apart
+    rows, move, add = put_rows(rig), gather(rig), both(rig, "aten::add.Tensor", Slot(0), Slot(1))
+    view = both(rig, "aten::select.int", Slot(0), 0, 0)
+    fill = both(rig, "aten::fill_.Scalar", Slot(0), -1.0, mutates=(0,), outputs=0)
+    words = [move, 0, rows, 1001, view, 0, rows, 1002, fill, 0, 1002, add, 0, 1001, 1001, 1003]
+    captured = rig.captured(words, [rows], [1003], [BOTH])
+    close_the_gate(rig)
+    (total,) = rig.call(captured, [rows], 1)
+    gate.set()
+    assert all(torch.equal(piece, 2 * ROWS) for piece in rig.get(total, [0, 1]).values())
+    assert rig.get(rows, [1])[1].tolist() == [[-1.0, -1.0], ROWS[3].tolist()]
+    assert not rig.failures
+
+
+def test_a_captured_call_that_fails_while_a_transfer_is_under_way_goes_on(apart, gate):
+    rig = apart
+    rows, move, add = put_rows(rig), gather(rig), both(rig, "aten::add.Tensor", Slot(0), Slot(1))
+    bad = rig.template("aten::unsqueeze", Slot(0), 99, inputs=1, meshes=[BOTH])
+    words = [move, 0, rows, 1001, move, 0, rows, 1002, bad, 7, rows, 1003, add, 0, 1001, 1001, 1004]
+    captured = rig.captured(words, [rows], [1002, 1003, 1004], [BOTH])
+    close_the_gate(rig)
+    whole, failed, total = rig.call(captured, [rows], 3)
+    gate.set()
+    assert all(torch.equal(piece, 2 * ROWS) for piece in rig.get(total, [0, 1]).values())
+    assert all(torch.equal(piece, ROWS) for piece in rig.get(whole, [0, 1]).values())
+    failure = rig.fetch(failed, 0)
+    assert isinstance(failure, FailureRecord)
+    assert (failure.op, failure.location_id) == ("aten::unsqueeze", 7)
+
+
 def spans(lane: LaneRecord) -> list[list[int]]:
     words = array("q")
     words.frombytes(lane.spans)
@@ -301,7 +385,25 @@ def test_random_programs_mix_both_ways(nodes, beside_bytes, check, rng):
         assert not rig.failures
 
 
-def run_random_program(rig: Rig, rng: random.Random) -> None:
+@pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1]]], ids=["two nodes", "one node"])
+@pytest.mark.parametrize("device_memory_bytes", [0, 1 << 30])
+def test_random_captured_programs_mix_both_ways(nodes, device_memory_bytes, rng):
+    settings = Settings(
+        collective_timeout_s=10.0,
+        num_threads=1,
+        beside_bytes=1,
+        max_outstanding_bytes=1,
+        device_memory_bytes=device_memory_bytes,
+        check=True,
+    )
+    with Rig(nodes, settings=settings) as rig:
+        for _ in range(3):
+            run_random_program(rig, rng, is_captured=True)
+        rig.sync()
+        assert not rig.failures
+
+
+def run_random_program(rig: Rig, rng: random.Random, *, is_captured: bool = False) -> None:
     shape = (rng.choice((2, 4, 6)), rng.choice((1, 5)))
     layouts = [SHARDED, WHOLE, TERMS]
     moves: dict[tuple[int, int], int] = {}
@@ -313,7 +415,8 @@ def run_random_program(rig: Rig, rng: random.Random) -> None:
     held: list[list[tuple[int, list[torch.Tensor]]]] = [[], [], []]
     start = torch.arange(float(shape[0] * shape[1])).reshape(shape)
     pieces = [start[: shape[0] // 2].clone(), start[shape[0] // 2 :].clone()]
-    held[0].append((rig.put(dict(enumerate(pieces))), pieces))
+    first = rig.put(dict(enumerate(pieces)))
+    held[0].append((first, pieces))
     words: list[int] = []
     for _ in range(25):
         index = rng.choice([index for index, values in enumerate(held) if values])
@@ -335,11 +438,23 @@ def run_random_program(rig: Rig, rng: random.Random) -> None:
             words += [add, 0, value, other]
             for piece, by in zip(pieces, [by.clone() for by in others], strict=True):
                 piece += by
-        if rng.random() < 0.3:
+        if not is_captured and rng.random() < 0.3:
             rig.run(*words)
             words = []
+    if is_captured:
+        kept = [item for item in itertools.chain(*held) if item[0] != first and rng.random() < 0.5]
+        captured = rig.captured(words, [first], [value for value, _ in kept], [BOTH])
+        for _ in range(3):  # in one agent the first call runs op by op, and decides how the others do
+            again = rig.put({0: start[: shape[0] // 2], 1: start[shape[0] // 2 :]})
+            outputs = rig.call(captured, [again], len(kept))
+            check(rig, [(again, held[0][0][1]), *zip(outputs, (pieces for _, pieces in kept), strict=True)])
+        return
     rig.run(*words)
-    for value, pieces in itertools.chain(*held):
+    check(rig, itertools.chain(*held))
+
+
+def check(rig: Rig, values: Iterable[tuple[int, list[torch.Tensor]]]) -> None:
+    for value, pieces in values:
         for device, piece in rig.get(value, [0, 1]).items():
             assert torch.equal(piece, pieces[device])
 

@@ -10,7 +10,7 @@ import torch
 from dtorch_runtime.settings import Settings
 from dtorch_runtime.wire.records import FailureRecord, Slot
 from dtorch_runtime.worker.transfers import Transfers
-from tests.conformance.test_beside import ROWS, both, close_the_gate, gate, gather, put_rows
+from tests.conformance.test_beside import BOTH, ROWS, both, close_the_gate, gate, gather, put_rows
 from tests.support.executors import Rig
 
 __all__ = ["gate"]  # a fixture
@@ -43,6 +43,24 @@ def test_a_write_that_does_not_wait_is_found(rig, gate, monkeypatch):
     assert {frozenset((race.location_id, race.other_location_id)) for race in races} == {frozenset((7, 8))}
     assert all("aten::fill_.Scalar on" in race.message for race in races)
     assert all("dtorch::redistribute on" in race.message for race in races)
+
+
+def test_a_write_in_a_captured_call_that_does_not_wait_is_found(rig, gate, monkeypatch):
+    monkeypatch.setattr(Transfers, "before_write", lambda transfers, blobs: None)
+    rows, move, neg = put_rows(rig), gather(rig), both(rig, "aten::neg", Slot(0))
+    fill = both(rig, "aten::fill_.Scalar", Slot(0), -1.0, mutates=(0,), outputs=0)
+    words = [move, 7, rows, 1001, fill, 8, rows, neg, 9, 1001, 1002]
+    captured = rig.captured(words, [rows], [1002], [BOTH])
+    close_the_gate(rig)
+    rig.call(captured, [rows], 1)
+    gate.set()
+    rig.sync()
+    races = {
+        frozenset((failure.location_id, failure.other_location_id))
+        for failure in rig.failures
+        if failure.error_type == "DataRace"
+    }
+    assert races == {frozenset((7, 8))}
 
 
 def test_a_read_that_does_not_wait_is_found(rig, gate, monkeypatch):

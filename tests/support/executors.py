@@ -19,6 +19,7 @@ from dtorch_runtime.transport.endpoint import make_ipc_folder
 from dtorch_runtime.wire.messages import Upload
 from dtorch_runtime.wire.records import (
     Arg,
+    BodyRecord,
     FailureRecord,
     NodeRecord,
     Slot,
@@ -95,6 +96,7 @@ class Rig:
             node.executor.start(node.devices, others)
             node.executor.open_session(SESSION)
         self._mesh_ids: dict[DeviceMesh, int] = {}
+        self._templates: dict[int, TemplateRecord] = {}
         self._num_templates = 0
         self._num_values = 0
         self._num_requests = 0
@@ -143,9 +145,49 @@ class Rig:
             mesh_ids=[self.mesh_id(mesh) for mesh in meshes],
             mutates=list(mutates),
         )
+        self._templates[self._num_templates] = record
         for node in self.nodes:
             node.executor.define_templates(SESSION, [record])
         return self._num_templates
+
+    def captured(
+        self,
+        words: Sequence[int],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        meshes: Sequence[DeviceMesh],
+    ) -> int:
+        """Define a template whose body is these records of ops, with values as they stand there; its id.
+
+        Its records have one scalar: from which id on there is room for the values that are no outputs.
+        """
+        self._num_templates += 1
+        numbers = {value: number for number, value in enumerate((*inputs, *outputs), 1)}
+        numbers[0] = 0
+        num_outer, renamed, i = len(numbers) - 1, list(words), 0
+        while i < len(renamed):
+            record = self._templates.get(renamed[i])
+            stop = i + (2 + renamed[i + 1] if record is None else record.width)
+            for place in range(i + 2, stop):
+                renamed[place] = numbers.setdefault(renamed[place], len(numbers))
+            i = stop
+        body = BodyRecord(renamed, len(numbers) - 1 - num_outer)
+        mesh_ids = [self.mesh_id(mesh) for mesh in meshes]
+        captured = TemplateRecord(
+            *(self._num_templates, "dtorch::captured", [], {}, len(inputs), len(outputs), 1, mesh_ids),
+            body=body,
+        )
+        for node in self.nodes:
+            node.executor.define_templates(SESSION, [captured])
+        return self._num_templates
+
+    def call(self, template: int, inputs: Sequence[int], num_outputs: int) -> list[int]:
+        """Run a captured call; its outputs."""
+        outputs = [self.new_value() for _ in range(num_outputs)]
+        room = self._num_values + 1
+        self._num_values += 100
+        self.run(template, 0, *inputs, *outputs, room)
+        return outputs
 
     def transfer(self, shape: Sequence[int], dtype: torch.dtype, source: Layout, target: Layout) -> int:
         """Define a redistribution; its template's id."""
