@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtorch.checkpoint.load import load
-from dtorch.checkpoint.save import save, save_async
+from dtorch.checkpoint.loading import load
+from dtorch.checkpoint.saving import save, save_async
 
 __all__ = ["load", "save", "save_async"]

@@ -16,7 +16,7 @@ import torch
 
 import dtorch.checkpoint as checkpoint
 from dtorch.checkpoint.files import Disk
-from dtorch.checkpoint.save import write_checkpoint
+from dtorch.checkpoint.saving import write_checkpoint
 
 
 class DyingDisk(Disk):

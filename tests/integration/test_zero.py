@@ -16,6 +16,7 @@ import dtorch
 import dtorch.nn as dnn
 from dtorch.parallel.zero import piece_placements
 from dtorch_runtime.errors import MeshError, SettingError
+from tests.support.tiny_llama import VOCABULARY, tiny_llama
 
 Stage: TypeAlias = Literal[1, 2, 3]
 R, S0, S1 = dtorch.Replicate(), dtorch.Shard(0), dtorch.Shard(1)
@@ -352,6 +353,26 @@ def test_stage_3_in_a_captured_step(plain: Net, data: list[tuple[torch.Tensor, t
     ours = [step(batch(mesh, x), batch(mesh, y)).item() for x, y in [*data, *data]]
     theirs = losses_of(plain, OPTIMIZERS["sgd"](plain.parameters()), data, num_steps=6)
     assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_stage_3_of_a_language_model(cluster: dtorch.Cluster) -> None:
+    mesh = mesh_of("dp=2 x tp=2")
+    plain = tiny_llama()
+    model = dtorch.parallel.zero(dtorch.parallelize(copy.deepcopy(plain), mesh), stage=3)
+    ids = torch.arange(4 * 7).view(4, 7) * 13 % VOCABULARY
+    losses = []
+    for net, x in ((plain, ids), (model, ids)):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        for _ in range(3):
+            loss = net(input_ids=x, labels=x).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids.to("dtorch"), **options).cpu(), plain.generate(ids, **options))
 
 
 def test_pieces_are_even_where_a_dim_allows(cluster: dtorch.Cluster) -> None:
