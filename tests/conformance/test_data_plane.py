@@ -23,14 +23,7 @@ from dtorch_runtime.transport.endpoint import make_ipc_folder
 from dtorch_runtime.transport.security import load_keys, write_keys
 from dtorch_runtime.transport.segments import SegmentPool, SegmentReader, unlink_segments_of
 from dtorch_runtime.transport.sockets import close_socket, new_socket
-from dtorch_runtime.wire.data import (
-    BoxOffer,
-    BoxTaken,
-    ParcelChunk,
-    ParcelInSegment,
-    Place,
-    encode_data,
-)
+from dtorch_runtime.wire.data import BoxOffer, BoxTaken, ParcelChunk, ParcelInSegment, Place, encode_data
 from dtorch_runtime.wire.records import FailureRecord, NodeRecord
 from dtorch_runtime.worker.blobs import Blob, Poison
 from dtorch_runtime.worker.collectives import run_ahead as run_ahead_module
