@@ -189,10 +189,15 @@ def test_a_failure_of_a_transfer_is_reported_before_its_message_completes(rig, g
     assert isinstance(rig.fetch(out, 0), FailureRecord)
 
 
-def test_an_ended_session_ends_transfers_and_their_waits(rig, gate):
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_an_ended_session_ends_transfers_and_their_waits(rig, gate, is_captured):
     rows, move, neg = put_rows(rig), gather(rig), both(rig, "aten::neg", Slot(0))
     close_the_gate(rig)
-    rig.op(neg, rig.op(move, rows))
+    if is_captured:
+        words = [move, 0, rows, 1001, neg, 0, rows, 1002, neg, 0, 1001, 1003]
+        rig.call(rig.captured(words, [rows], [1002, 1003], [BOTH]), [rows], 2)
+    else:
+        rig.op(neg, rig.op(move, rows))
     for node in rig.nodes:
         node.executor.end_session(SESSION)
         node.executor.open_session(SESSION)
