@@ -72,6 +72,7 @@ _HOMES = {
     "call_async": "dtorch.asynchronous",
     "capture": "dtorch.replay.capture",
     "parallelize": "dtorch.parallel",
+    "assign_layers_to_stages": "dtorch.parallel.pipeline",
     "profile": "dtorch.insight.profile",
     "explain": "dtorch.insight.explain",
     "counters": "dtorch.insight.counters",
@@ -130,6 +131,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
         reset_peak_memory_stats as reset_peak_memory_stats,
     )
     from dtorch.parallel import parallelize as parallelize
+    from dtorch.parallel.pipeline import assign_layers_to_stages as assign_layers_to_stages
     from dtorch.random import (
         Generator as Generator,
         fork_rng as fork_rng,

@@ -19,6 +19,7 @@ from dtorch import (
     autocast,
     dynamic_calls,
     engine,
+    foreach as _foreach,  # noqa: F401  registers its calls
     metadata as _metadata,  # noqa: F401  registers its calls
     norms as _norms,  # noqa: F401  registers its call
     random,

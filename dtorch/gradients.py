@@ -8,10 +8,12 @@ written with products that do too. These are differentiable again. ``conj()`` of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from dtorch.deferred import Waiting, deferring
 from dtorch.graph import is_default_mesh
 from dtorch.spec import Spec
 from dtorch_runtime.errors import PlacementError
@@ -76,12 +78,54 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = torch.matmul(gradient, weight.conj())
         if ctx.needs_input_grad[1]:
-            rows, given = (t if t.ndim > 1 else t.unsqueeze(0) for t in (gradient, x))
-            given = _rows_like(given, rows)
-            of_weight = _product(rows.mT, given.conj(), ctx.weight_shape)
+            of_weight = _of_weight(gradient, x, ctx.weight_shape)
         if ctx.needs_input_grad[2]:
-            of_bias = gradient.sum(dim=tuple(range(gradient.ndim - 1))) if gradient.ndim > 1 else gradient
+            of_bias = _of_bias(gradient)
         return of_x, of_weight, of_bias
+
+
+class _LaterLinear(torch.autograd.Function):
+    """``_Linear`` whose weight is given its gradient later, and takes no part in the backward pass itself.
+
+    ``anchor`` requires a gradient, so that there is a backward pass where neither input nor bias wants one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, anchor: torch.Tensor, waiting: Waiting
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, waiting.weight)
+        ctx.waiting = waiting
+        result: Any = aten.linear.default(x, waiting.weight, bias)
+        ctx.spec = result._spec
+        return result  # type: ignore[no-any-return]  # a tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = _cut_like(gradient, ctx.spec)
+        ctx.waiting.give(partial(_of_weight, gradient, x, weight.shape))
+        of_x = torch.matmul(gradient, weight.conj()) if ctx.needs_input_grad[0] else None
+        of_bias = _of_bias(gradient) if ctx.needs_input_grad[1] else None
+        return of_x, of_bias, None, None
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    waiting = deferring(weight)
+    function: Any = _Linear if waiting is None else _LaterLinear
+    args = (x, weight, bias) if waiting is None else (x, bias, waiting.anchor, waiting)
+    result: torch.Tensor = function.apply(*args)
+    return result
+
+
+def _of_weight(gradient: torch.Tensor, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The gradient of a linear layer's weight (n, k), from that of its output (..., n) and its input (..., k)."""
+    rows, given = (t if t.ndim > 1 else t.unsqueeze(0) for t in (gradient, x))
+    return _product(rows.mT, _rows_like(given, rows).conj(), shape)
+
+
+def _of_bias(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.sum(dim=tuple(range(gradient.ndim - 1))) if gradient.ndim > 1 else gradient
 
 
 def _cut_like(whole: Any, spec: Spec, *, but: int | None = None) -> Any:
@@ -130,4 +174,4 @@ def _folded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
 
 
 #: The op with a derivative, by the op that stays whole.
-DIFFERENTIABLE: dict[Any, Any] = {aten.matmul.default: _Matmul.apply, aten.linear.default: _Linear.apply}
+DIFFERENTIABLE: dict[Any, Any] = {aten.matmul.default: _Matmul.apply, aten.linear.default: _linear}

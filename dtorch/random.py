@@ -116,6 +116,13 @@ def set_state(seed: int, count: int) -> None:
         _seed, _count = seed & _MASK, count
 
 
+def branches(num_branches: int) -> list[tuple[int, int]]:
+    """States of sequences of their own, which follow from the place in this one and leave it where it is."""
+    with _lock:
+        base = _mix(_seed, _count + 1)
+    return [(_mix(base, index + 1), 0) for index in range(num_branches)]
+
+
 def _mix(seed: int, count: int) -> int:
     """The output function of SplitMix64 (Steele, Lea, Flood 2014), without its top bit."""
     z = (seed + count * 0x9E3779B97F4A7C15) & _MASK

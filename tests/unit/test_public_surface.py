@@ -16,7 +16,8 @@ PUBLIC = """
     DeviceMesh init_device_mesh Placement Replicate Shard Partial
     empty zeros ones full rand randn randint randperm arange linspace eye tensor from_torch
     empty_like zeros_like ones_like full_like rand_like randn_like
-    manual_seed get_rng_state set_rng_state fork_rng Generator Tensor TensorFuture Graph parallelize Settings
+    manual_seed get_rng_state set_rng_state fork_rng Generator Tensor TensorFuture Graph
+    parallelize assign_layers_to_stages Settings
     call_async capture profile counters explain memory_stats reset_peak_memory_stats
     auto_redistribute explain_redistributions
     DTorchError
@@ -42,7 +43,7 @@ NN = """
 """
 
 
-PARALLEL = "LayerRow Report describe parallelize static_cache zero"
+PARALLEL = "LayerRow Report describe parallelize pipeline static_cache zero"
 
 
 def test_the_names_of_dtorch_parallel() -> None:
@@ -53,6 +54,17 @@ def test_the_names_of_dtorch_parallel() -> None:
 def test_the_names_of_dtorch_checkpoint() -> None:
     assert set(dtorch.checkpoint.__all__) == {"load", "save", "save_async"}
     assert [name for name in dtorch.checkpoint.__all__ if not getattr(dtorch.checkpoint, name).__doc__] == []
+
+
+PIPELINE = """
+    Pipeline clip_grad_norm_ assign_layers_to_stages make_orders issue_order check_order simulate Step Span Timeline
+"""
+
+
+def test_the_names_of_dtorch_parallel_pipeline() -> None:
+    pipeline = dtorch.parallel.pipeline
+    assert set(pipeline.__all__) == set(PIPELINE.split())
+    assert [name for name in PIPELINE.split() if not getattr(pipeline, name).__doc__] == []
 
 
 def test_the_names_of_dtorch_nn() -> None:
