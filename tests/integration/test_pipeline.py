@@ -411,8 +411,10 @@ def test_mistakes_are_told(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         pipeline.step(x, 1.0, target=y)
     with torch.no_grad(), pytest.raises(SettingError, match="leave torch.no_grad"):
         pipeline.step(x, target=y)
-    with pytest.raises(SettingError, match=r"one number .* got shape \[5, 5\]"):
+    with pytest.raises(SettingError, match=r"one number .* got a tensor of shape \[5, 5\];"):
         Pipeline(stages, meshes, num_micro_batches=2, loss=lambda output: output).step(x)
+    with pytest.raises(SettingError, match=r"shape \[\], that depends on none"):
+        Pipeline(stages, meshes, num_micro_batches=2, loss=lambda output: output.detach().sum()).step(x)
     with pytest.raises(UnsupportedError, match=r"plain tensor, cpu of shape \[2, 8\]"):
         Pipeline([Bare(), nn.Identity()], meshes, num_micro_batches=5).infer(x)
     assert all(parameter.grad is None for parameter in stages[0].parameters())

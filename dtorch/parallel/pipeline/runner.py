@@ -208,7 +208,10 @@ class _Run:
         assert self._pipeline.loss is not None, "step() has looked"
         loss: Any = self._pipeline.loss(output, *targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            given = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            given = type(loss).__name__
+            if isinstance(loss, torch.Tensor):
+                follows = "" if loss.requires_grad else ", that depends on none"
+                given = f"a tensor of shape {list(loss.shape)}{follows}"
             raise SettingError(
                 f"the loss of a pipeline is one number that follows from the output of the last stage, and depends "
                 f"on parameters; got {given}; write e.g. loss=torch.nn.functional.cross_entropy"
