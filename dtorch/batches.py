@@ -13,6 +13,9 @@ if TYPE_CHECKING:  # a session makes graphs
     from dtorch.connection import Session
     from dtorch.graph import Graph
 
+#: How often issued ops are counted again, which takes some milliseconds.
+_NUM_LOOKS = 1000
+
 
 class Batches:
     """Knows the graphs of one session, without keeping them alive."""
@@ -43,16 +46,27 @@ class Batches:
         return any(graph.words for graph in self._live())
 
     def num_issued_ops(self) -> int:
-        """Ops that were issued, sent or not. Counted again when a batch was sent meanwhile, which moves its ops."""
+        """Ops that were issued, sent or not.
+
+        A batch that is being sent may be in both counts for some microseconds, so they are taken again for a while. A
+        graph is not waited for: its thread may wait for room.
+        """
         counts = self._session.counts
-        while True:
+        for _ in range(_NUM_LOOKS):
             num_batches, num_sent = counts.num_batches, counts.num_ops
             unsent = sum(orphan[2] for orphan in self.orphans)
+            is_still = True
             for graph in self._live():
-                with graph.lock:  # a batch is sent and taken off the graph under it
-                    unsent += graph.num_ops
-            if counts.num_batches == num_batches:
-                return num_sent + unsent
+                is_free = graph.lock.acquire(
+                    blocking=False
+                )  # a batch is sent and taken off the graph under it
+                unsent += graph.num_ops
+                if is_free:
+                    graph.lock.release()
+                is_still &= is_free
+            if is_still and counts.num_batches == num_batches:
+                break
+        return num_sent + unsent
 
     def flush_all(self) -> int:
         """Send everything; returns the number of the last message. Raises as ``Graph.flush``."""

@@ -27,7 +27,8 @@ def _overloads() -> list[Any]:
 def _one_op_a_mesh(
     cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int
 ) -> Any:
-    first = args[0]
+    # One overload of pow has a number in front of its tensors.
+    first = next((value for value in args if isinstance(value, list | tuple)), ())
     if any(type(tensor) is not cls for tensor in first):
         return NotImplemented
     groups: dict[DeviceMesh, list[int]] = {}

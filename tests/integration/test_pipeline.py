@@ -434,6 +434,8 @@ def test_ops_on_lists_of_tensors_of_several_meshes() -> None:
     assert [x.tolist() for x in sums] == [[3.0] * 2, [3.0] * 3, [3.0] * 4]
     torch._foreach_mul_(xs, [1.0, 2.0, 3.0])
     assert [x.tolist() for x in xs] == [[1.0] * 2, [2.0] * 3, [3.0] * 4]
+    assert [x.tolist() for x in torch._foreach_pow(2.0, xs)] == [[2.0] * 2, [4.0] * 3, [8.0] * 4]
+    assert [x.tolist() for x in torch._foreach_pow(3.0, ys[:1])] == [[3.0] * 2]
     lists_on_one = [dtorch.ones(len(y), device_mesh=one) for y in ys]
     with pytest.raises(MeshError):
         torch._foreach_add_(xs, lists_on_one)
