@@ -1,8 +1,8 @@
 """How threads of an agent wait: each on a lock of its own, and one of them for the mail of all.
 
 Parcels in mailboxes are brought by nobody. So one of the threads that wait for parcels of other agents is the
-*listener*: it waits for the bell, collects what came, and with it frees the others. When it has what it waited for it
-calls the next one to listen. Without anybody who waits, parcels stay in their boxes.
+*listener*: it waits for the bell, collects what came, and with it frees the others. Whoever leaves while nobody listens
+calls the next one to. Without anybody who waits, parcels stay in their boxes.
 """
 
 from __future__ import annotations
@@ -72,29 +72,39 @@ class Listening:
 
     def wait(self, waiter: Waiter, mail: Mail, deadline_s: float) -> None:
         """Block until the waiter is open, or until the deadline, and listen where nobody else does."""
-        while not waiter.is_open and time.monotonic() < deadline_s:
+        try:
+            while not waiter.is_open and time.monotonic() < deadline_s:
+                self._wait_once(waiter, mail, deadline_s)
+        finally:
+            # Also by who was called to listen and has meanwhile got, from a thread that collected in passing, what it
+            # waited for: it listens no more, and nobody else would be called.
             with self._lock:
-                is_listener = not self._has_listener
-                if is_listener:
-                    self._has_listener = True
-                else:
-                    self._others.append(waiter)
-            if is_listener:
-                try:
-                    waiter.listen(mail, deadline_s)
-                finally:
+                if not self._has_listener:
                     self._call_next()
+
+    def _wait_once(self, waiter: Waiter, mail: Mail, deadline_s: float) -> None:
+        with self._lock:
+            is_listener = not self._has_listener
+            if is_listener:
+                self._has_listener = True
             else:
-                waiter.sleep(deadline_s)
+                self._others.append(waiter)
+        if is_listener:
+            try:
+                waiter.listen(mail, deadline_s)
+            finally:
                 with self._lock:
-                    if waiter in self._others:
-                        self._others.remove(waiter)
+                    self._has_listener = False
+        else:
+            waiter.sleep(deadline_s)
+            with self._lock:
+                if waiter in self._others:
+                    self._others.remove(waiter)
 
     def _call_next(self) -> None:
-        with self._lock:
-            self._has_listener = False
-            while self._others:
-                other = self._others.popleft()
-                if not other.is_open:
-                    other.call()
-                    return
+        """The lock is held, and nobody listens."""
+        while self._others:
+            other = self._others.popleft()
+            if not other.is_open:
+                other.call()
+                return

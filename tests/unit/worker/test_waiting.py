@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from dtorch_runtime.testing.wait import wait_until
 from dtorch_runtime.worker.collectives.waiting import Listening, Waiter
@@ -38,11 +39,11 @@ class Mail:
 class Waiting:
     """Some threads, each with a waiter."""
 
-    def __init__(self, num_threads: int, timeout_s: float = 20.0) -> None:
+    def __init__(self, num_threads: int, waiters: Sequence[Waiter] = (), timeout_s: float = 20.0) -> None:
         self.lock = threading.Lock()
         self.mail = Mail(self.lock)
         self.listening = Listening(self.lock)
-        self.waiters = [Waiter() for _ in range(num_threads)]
+        self.waiters = [*waiters] or [Waiter() for _ in range(num_threads)]
         self.threads = [
             threading.Thread(
                 target=self.listening.wait, args=(waiter, self.mail, time.monotonic() + timeout_s)
@@ -90,6 +91,27 @@ def test_who_was_freed_is_not_called_to_listen() -> None:
     wait_until(lambda: waiting.mail.listeners[-1] is waiting.threads[2], "the third to listen")
     waiting.open(2)
     waiting.threads[2].join()
+
+
+class FreedWhenCalled(Waiter):
+    """Gets what it waits for from somebody else, between being called to listen and waking up."""
+
+    __slots__ = ()
+
+    def call(self) -> None:
+        self.is_open = True
+        super().call()
+
+
+def test_who_was_called_to_listen_and_freed_before_it_did_calls_the_next_one() -> None:
+    waiting = Waiting(3, [Waiter(), FreedWhenCalled(), Waiter()])
+    waiting.open(0)
+    for index in (0, 1):
+        waiting.threads[index].join()
+    wait_until(lambda: waiting.mail.listeners[-1] is waiting.threads[2], "the third to listen")
+    waiting.mail.send(waiting.waiters[2])
+    waiting.threads[2].join()
+    assert not waiting.listening._has_listener
 
 
 def test_a_letter_that_is_there_needs_no_bell() -> None:
