@@ -50,6 +50,7 @@ from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
 from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
 from dtorch_runtime.worker.failures import InternalFailure, SessionEnded, asked_bytes_of
+from dtorch_runtime.worker.first_calls import make_first_calls
 from dtorch_runtime.worker.ledger import DeviceTotal
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
@@ -120,6 +121,7 @@ class WorkerExecutor:
             self._new_stream: Callable[[torch.device], Stream] = CudaStream
         else:
             self._new_stream = partial(CpuStream, settings.collective_timeout_s)
+        make_first_calls()
         self._settings = settings
         self._node = node_name
         self._device_type = device_type
