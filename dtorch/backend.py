@@ -16,6 +16,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from dtorch import (
+    attention as _attention,  # noqa: F401  registers its calls
     autocast,
     dynamic_calls,
     engine,

@@ -1,4 +1,4 @@
-"""Random calls that are more than one op: variants with ``out=``, bounds that are tensors, attention with a dropout."""
+"""Random calls that are more than one op: variants with ``out=``, bounds that are tensors."""
 
 from __future__ import annotations
 
@@ -55,10 +55,3 @@ def _randint_like(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """A bound that is a tensor is fetched: every device needs it as a number."""
     like, high = args
     return aten.randint_like(like, int(high), **kwargs)
-
-
-@special(aten.scaled_dot_product_attention.default)
-def _attention(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int) -> Any:
-    """With a dropout, attention is made of the ops that torch makes it of when it is differentiated."""
-    dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    return func.decompose(*args, **kwargs) if dropout else NotImplemented

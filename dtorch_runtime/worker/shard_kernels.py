@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtorch_runtime.worker import (  # noqa: F401  register their kernels
+    attention_kernels as _attention_kernels,
     bucket_kernels as _bucket_kernels,
     nn_kernels as _nn_kernels,
     piece_kernels as _piece_kernels,
@@ -245,30 +246,3 @@ def divided(operator: str, args: list[Any], divisor: float, **kwargs: Any) -> to
     """A local sum as a part of a global mean: what ``operator`` gives, divided by the global count."""
     total: torch.Tensor = find_kernel(operator).function(*args, **kwargs)
     return total.div(divisor)
-
-
-@kernel("attention")
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    """Scaled dot-product attention of the local heads and batches: [..., heads, queries, features].
-
-    Returns:
-        [..., heads, queries, features of value]. With four dims, queries lie before heads in memory whatever
-        kernel computed it, so that strides are the same on every device and known to the client.
-    """
-    if query.numel() == 0 or value.numel() == 0:
-        result = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    else:
-        result = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if result.ndim == 4:
-        return result.transpose(1, 2).contiguous().transpose(1, 2)
-    return result.contiguous()
