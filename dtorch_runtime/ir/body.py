@@ -10,7 +10,7 @@ from dtorch_runtime.ir.graph import GraphError
 from dtorch_runtime.ir.stream import FREE, WidthsOf, walk
 from dtorch_runtime.wire.records import TemplateRecord
 
-#: The op of a template with a body: a call of a captured function, whose sums may round otherwise than those of its
+#: The op of a template with a body: a call of a captured function, which passes may round otherwise than its
 #: ops one by one, or a run of ops that an eager program repeats, which gives the same bits.
 CAPTURED: Final = "dtorch::captured"
 REPEATED: Final = "dtorch::repeated"

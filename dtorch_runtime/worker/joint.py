@@ -3,8 +3,8 @@
 Threads of one process share an interpreter lock, so two that run small kernels get in each other's way: an op of some
 microseconds takes several times as long, and a redistribution costs two wake-ups. Where all devices of a body are CPU
 devices of one agent, they can instead meet at the call: the last to arrive runs each step for all of them in turn, and
-a redistribution becomes a plain sum or copy. Large kernels then share all cores, or are better off on threads of their
-own, which run at the same time. The first call runs op by op and is weighed (``costs``); that decides for all others.
+a redistribution becomes a plain sum or copy. Large kernels are better off on threads of their own, which run at once.
+The first call runs op by op and is weighed (``costs``); that decides for all others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from dtorch_runtime.ir.body import REPEATED, BodyOp, Step, expand
+from dtorch_runtime.ir.body import BodyOp, Step, expand
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.assembly import Index, Recipe
@@ -71,7 +71,6 @@ class JointBody:
         num_devices: that take part.
         timeout_s: how long a device waits for the others before it runs the call by itself.
         compile_joint: makes the body for all of them; called when all have arrived.
-        is_exact: whether the results must be, to the bit, those of each device alone: then kernels get no more threads.
     """
 
     def __init__(
@@ -79,13 +78,10 @@ class JointBody:
         num_devices: int,
         timeout_s: float,
         compile_joint: Callable[[], CompiledBody],
-        *,
-        is_exact: bool = False,
     ) -> None:
         self._num_devices = num_devices
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._compile = compile_joint
-        self._is_exact = is_exact
         #: By device, what the first call was.
         self._weights: dict[int, Weight] = {}
         #: None until everybody has weighed the first call.
@@ -148,20 +144,12 @@ class JointBody:
 
     def _decide(self, call: _Call) -> None:
         if self._way is None:
-            num_cores = len(os.sched_getaffinity(0))
             weights = [self._weights.pop(index) for index in range(self._num_devices)]
-            self._way = choose(weights, self._num_threads(num_cores), num_cores)
+            self._way = choose(weights, len(os.sched_getaffinity(0)))
         if self._way is Way.APART:
             call.is_joint = False
         if not call.is_joint:
             call.wake()
-
-    def _num_threads(self, num_cores: int) -> int:
-        """Those that kernels may use when one thread runs for all devices."""
-        own = torch.get_num_threads()
-        if self._is_exact:
-            return own
-        return max(own, min(own * self._num_devices, num_cores))
 
     def _wait(self, call: _Call, waiter: threading.Lock) -> None:
         while not waiter.acquire(timeout=self._timeout_s):
@@ -177,23 +165,12 @@ class JointBody:
         try:
             if body is None:
                 body = self._body = self._compile()
-            if self._way is Way.WIDE:
-                self._run_wide(body, words, i)
-            else:
-                body.run(words, i)
+            body.run(words, i)
         except Exception as error:  # noqa: BLE001  whatever a kernel raises is the failure of its op
             found = None if body is None else body.interrupted(error)
             call.stopped = found or [Interrupted(0, {}, None)] * self._num_devices
         with self._lock:
             call.wake()
-
-    def _run_wide(self, body: CompiledBody, words: list[int], i: int) -> None:
-        own = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads(len(os.sched_getaffinity(0))))
-        try:
-            body.run(words, i)
-        finally:
-            torch.set_num_threads(own)
 
     def leave(self, index: int, call: _Call) -> None:
         """A device has finished with a call."""
@@ -348,9 +325,7 @@ class JointBodies:
                 raise SessionEnded
             joint = self._bodies.get(record.template_id)
             if joint is None:
-                joint = JointBody(
-                    len(devices), self._timeout_s, compile_joint, is_exact=record.op == REPEATED
-                )
+                joint = JointBody(len(devices), self._timeout_s, compile_joint)
                 self._bodies[record.template_id] = joint
         return JointMember(joint, devices.index(device), apart, record.width, weigh)
 

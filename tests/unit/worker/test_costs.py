@@ -11,25 +11,23 @@ SMALL, LARGE = 1.0, 1000.0
 
 
 @pytest.mark.parametrize(
-    ("kernels_us", "num_moves", "num_threads", "way"),
+    ("kernels_us", "num_moves", "way"),
     [
-        ([SMALL] * 50, 10, 2, Way.JOINT),  # threads would fight for the lock
-        ([SMALL] * 50, 0, 2, Way.JOINT),
-        ([LARGE] * 50, 0, 1, Way.APART),  # nothing but threads of their own makes these parallel
-        ([LARGE] * 50 + [SMALL] * 500, 50, 2, Way.WIDE),
-        ([], 0, 2, Way.JOINT),
+        ([SMALL] * 50, 10, Way.JOINT),  # threads would fight for the lock
+        ([SMALL] * 50, 0, Way.JOINT),
+        ([LARGE] * 50, 0, Way.APART),  # nothing but threads of their own makes these parallel
+        ([LARGE] * 50 + [SMALL] * 500, 50, Way.APART),
+        ([], 0, Way.JOINT),
     ],
 )
-def test_small_kernels_run_in_one_thread(
-    kernels_us: list[float], num_moves: int, num_threads: int, way: Way
-) -> None:
-    assert choose([Weight(kernels_us, num_moves)] * 2, num_threads, 2) is way
+def test_small_kernels_run_in_one_thread(kernels_us: list[float], num_moves: int, way: Way) -> None:
+    assert choose([Weight(kernels_us, num_moves)] * 2, 2) is way
 
 
 def test_many_devices_do_not_run_at_once_on_few_cores() -> None:
     weights = [Weight([LARGE] * 10, 1)] * 8
-    assert choose(weights, 1, 8) is Way.APART
-    assert choose(weights, 1, 1) is Way.JOINT
+    assert choose(weights, 8) is Way.APART
+    assert choose(weights, 1) is Way.JOINT
 
 
 @pytest.mark.parametrize("op", ["aten::mm", "aten::linear", "aten::matmul", "aten::addmm"])

@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from dtorch_runtime.ir.body import CAPTURED as CAPTURED_OP, REPEATED, expand, parse_body
+from dtorch_runtime.ir.body import expand, parse_body
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
@@ -168,18 +167,16 @@ def test_it_does_what_two_threads_do(words: list[int], is_watched: bool, num_cal
 
 
 class Noted:
-    """A kernel in place of neg: notes on which thread it ran, and with how many threads for its own work."""
+    """A kernel in place of neg: notes on which thread it ran."""
 
     def __init__(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: list[threading.Thread] = []
-        self.num_threads: set[int] = set()
         name = f"dtorch::noted_neg_{id(self)}"  # of its own: what is found under a name is remembered
         pair.session.templates[NEG] = template(NEG, name, Slot(0))
         monkeypatch.setitem(kernels._own, name, kernels.Kernel(self))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self.threads.append(threading.current_thread())
-        self.num_threads.add(torch.get_num_threads())
         return torch.neg(x)
 
 
@@ -189,12 +186,11 @@ def test_after_the_first_call_it_runs_in_the_way_that_was_chosen(
 ) -> None:
     asked: list[list[Weight]] = []
 
-    def choose(weights: list[Weight], num_threads: int, num_cores: int) -> Way:
+    def choose(weights: list[Weight], num_cores: int) -> Way:
         asked.append(weights)
         return way
 
     monkeypatch.setattr(joint, "choose", choose)
-    monkeypatch.setattr(JointBody, "_num_threads", lambda self, num_cores: 3)
     pair = Pair(BODIES["values"])
     noted = Noted(pair, monkeypatch)
     pair.run(STREAM)
@@ -202,34 +198,13 @@ def test_after_the_first_call_it_runs_in_the_way_that_was_chosen(
     assert len(set(noted.threads)) == 2, "the first is weighed on each device"
     for _ in range(3):
         noted.threads.clear()
-        noted.num_threads.clear()
         pair.run(STREAM)
         assert len(noted.threads) == 4
         assert len(set(noted.threads)) == (2 if way is Way.APART else 1)
-        assert (noted.num_threads == {3}) == (way is Way.WIDE)
     assert len(asked) == 1, "chosen once"
     assert [(len(weight.kernels_us), weight.num_moves) for weight in asked[0]] == [(3, 0), (3, 0)]
     if way is Way.APART:
         pair.session.devices[0].run(5, STREAM)  # waits for nobody
-
-
-def test_what_an_eager_program_repeats_gets_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def choose(weights: list[Weight], num_threads: int, num_cores: int) -> Way:
-        asked.append((num_threads, torch.get_num_threads()))
-        return Way.JOINT
-
-    monkeypatch.setattr(joint, "choose", choose)
-    monkeypatch.setattr(joint.os, "sched_getaffinity", lambda pid: range(64))
-    for op in (CAPTURED_OP, REPEATED):
-        pair = Pair(BODIES["values"])
-        pair.session.templates[CAPTURED] = msgspec.structs.replace(pair.record, op=op)
-        for _ in range(2):
-            pair.run(STREAM)
-    (captured, own), (repeated, own_again) = asked
-    assert captured == 2 * own
-    assert repeated == own_again
 
 
 class FakeBody:
