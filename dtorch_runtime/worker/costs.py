@@ -76,6 +76,19 @@ def _is_view(inputs: Sequence[torch.Tensor], output: torch.Tensor) -> bool:
     return any(tensor.untyped_storage().data_ptr() == storage for tensor in inputs)
 
 
+def joint_us(weights: Sequence[Weight]) -> float:
+    """What a call takes for all devices in one thread.
+
+    Args:
+        weights: of each device.
+    """
+    return sum(map(_alone_us, weights)) + _COPYING_US * max(weight.num_moves for weight in weights)
+
+
+def _alone_us(weight: Weight) -> float:
+    return sum(weight.kernels_us) + _START_US * len(weight.kernels_us)
+
+
 def choose(weights: Sequence[Weight], num_cores: int) -> Way:
     """The way that is estimated to be the faster.
 
@@ -83,12 +96,11 @@ def choose(weights: Sequence[Weight], num_cores: int) -> Way:
         weights: of each device.
         num_cores: of this agent.
     """
-    alone_us = [sum(weight.kernels_us) + _START_US * len(weight.kernels_us) for weight in weights]
+    alone_us = [*map(_alone_us, weights)]
     moves = [weight.num_moves for weight in weights]
-    joint_us = sum(alone_us) + _COPYING_US * max(moves)
     apart_us = max(
         max(us + _LOCK_US * len(weight.kernels_us) for us, weight in zip(alone_us, weights, strict=True)),
         sum(alone_us) / max(1, num_cores),
     )
     apart_us += _MEETING_US * max(moves)
-    return Way.JOINT if joint_us <= apart_us else Way.APART
+    return Way.JOINT if joint_us(weights) <= apart_us else Way.APART

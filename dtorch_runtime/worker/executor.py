@@ -52,13 +52,14 @@ from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
 from dtorch_runtime.worker.failures import InternalFailure, SessionEnded, asked_bytes_of
 from dtorch_runtime.worker.first_calls import make_first_calls
 from dtorch_runtime.worker.ledger import DeviceTotal
+from dtorch_runtime.worker.open_session import OpenSession
 from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
 from dtorch_runtime.worker.streams.watched import WatchedStream
 from dtorch_runtime.worker.thread import LazyWorker, ThreadShare, Worker
-from dtorch_runtime.worker.tickets import Ticket, run_batch, take_answer
+from dtorch_runtime.worker.tickets import Ticket, take_answer
 from dtorch_runtime.worker.transfers import Transfers
 from dtorch_runtime.worker.uploads import SharedUpload, place, refuse, upload_key
 from dtorch_runtime.worker.watch import StreamWatch, Watch
@@ -66,19 +67,6 @@ from dtorch_runtime.worker.watch import StreamWatch, Watch
 _T = TypeVar("_T")
 #: What is copied within some microseconds.
 _QUICK_BYTES = 64 * 1024
-
-
-class _OpenSession:
-    """A session in the agent's loop: its devices here, and uploads that are under way."""
-
-    def __init__(self, number: int, meeting_timeout_s: float) -> None:
-        self.shared = Session(number, meeting_timeout_s)
-        #: Every device that may take part in an op. It only grows, so that seqs complete in order.
-        self.devices: dict[int, tuple[Worker, DeviceSession]] = {}
-        #: Spans of each lane while the client profiles, else None.
-        self.max_spans: int | None = None
-        #: By value and devices: each device may be sent a piece of its own.
-        self.uploads: dict[tuple[int, tuple[int, ...]], ChunkedTensor] = {}
 
 
 class WorkerExecutor:
@@ -160,7 +148,7 @@ class WorkerExecutor:
         self._communication: dict[int, LazyWorker] = {}
         #: What the sessions hold, by device.
         self._totals: dict[int, DeviceTotal] = {}
-        self._sessions: dict[int, _OpenSession] = {}
+        self._sessions: dict[int, OpenSession] = {}
         self._failures_lock = threading.Lock()
         self._reported: dict[int, set[str]] = {}
 
@@ -198,7 +186,7 @@ class WorkerExecutor:
         self._share.set_cores(max(1, _num_cores() // (1 + len(self._neighbours))))
 
     def open_session(self, session: int) -> None:
-        self._sessions[session] = _OpenSession(session, self._settings.collective_timeout_s)
+        self._sessions[session] = OpenSession(session, self._settings.collective_timeout_s, self._share)
         self._exchange.begin(session)
 
     def end_session(self, session: int) -> None:
@@ -227,9 +215,7 @@ class WorkerExecutor:
 
     def run(self, session: int, seq: int, words: list[int]) -> None:
         entry = self._open(session)
-        ticket = self._ticket(entry, seq)
-        for worker, values in entry.devices.values():
-            worker.submit(partial(run_batch, values, seq, words, ticket))
+        entry.run(seq, words, partial(self._report_completed, entry.shared, seq))
 
     def upload(self, message: Upload, data: Any) -> None:
         entry = self._open(message.session)
@@ -251,7 +237,7 @@ class WorkerExecutor:
         for worker, values in entry.devices.values():
             worker.submit(partial(values.call_behind, ticket.done))
 
-    def _collect(self, entry: _OpenSession, message: Upload, data: memoryview) -> torch.Tensor | None:
+    def _collect(self, entry: OpenSession, message: Upload, data: memoryview) -> torch.Tensor | None:
         """Take a chunk in; the tensor once it is whole."""
         key = upload_key(message)
         buffer = entry.uploads.get(key)
@@ -265,7 +251,7 @@ class WorkerExecutor:
         return buffer.tensor
 
     def _refuse_upload(
-        self, entry: _OpenSession, message: Upload, devices: Sequence[int], error: Exception
+        self, entry: OpenSession, message: Upload, devices: Sequence[int], error: Exception
     ) -> None:
         if asked_bytes_of(error) is None:
             error = InternalFailure(str(error))
@@ -342,7 +328,7 @@ class WorkerExecutor:
             reply = CountsReply(sent_bytes, self._share.record())
         self._report(Replied(session=session, request_id=request_id, reply=reply))
 
-    def _ask_memory(self, entry: _OpenSession, request_id: int, question: AskMemory) -> None:
+    def _ask_memory(self, entry: OpenSession, request_id: int, question: AskMemory) -> None:
         if question.peak != "keep":
             entry.shared.is_measured = question.peak == "reset"
         limit_bytes = self._settings.device_memory_bytes
@@ -362,7 +348,7 @@ class WorkerExecutor:
 
     def _ask_devices(
         self,
-        entry: _OpenSession,
+        entry: OpenSession,
         request_id: int,
         ask: Callable[[DeviceSession], _T | None],
         reply: Callable[[list[_T]], Reply],
@@ -391,13 +377,13 @@ class WorkerExecutor:
             if self._network is not None:
                 self._network.close(max(0.1, deadline_s - time.monotonic()))
 
-    def _open(self, session: int) -> _OpenSession:
+    def _open(self, session: int) -> OpenSession:
         entry = self._sessions.get(session)
         if entry is None:
             raise InternalError(f"session {session} is not open on node {self._node}")
         return entry
 
-    def _add_device(self, entry: _OpenSession, device: int) -> None:
+    def _add_device(self, entry: OpenSession, device: int) -> None:
         if device in entry.devices:
             return
         torch_device = self._local[device]
@@ -445,16 +431,15 @@ class WorkerExecutor:
     def _watch_of(self, worker: str) -> StreamWatch | None:
         return None if self._watch is None else StreamWatch(self._watch, worker)
 
-    def _ticket(self, entry: _OpenSession, seq: int) -> Ticket:
-        session = entry.shared
-
-        def report() -> None:
-            if not session.is_ended:
-                self._report(Completed(session=session.number, seq=seq))
-
+    def _ticket(self, entry: OpenSession, seq: int) -> Ticket:
+        report = partial(self._report_completed, entry.shared, seq)
         if not entry.devices:
             report()
         return Ticket(len(entry.devices), report)
+
+    def _report_completed(self, session: Session, seq: int) -> None:
+        if not session.is_ended:
+            self._report(Completed(session=session.number, seq=seq))
 
     def _report_failure(self, session: int, failure: FailureRecord) -> None:
         with self._failures_lock:

@@ -24,7 +24,7 @@ from dtorch_runtime.worker.assembly import Index, Recipe
 from dtorch_runtime.worker.blobs import Blobs, Poison
 from dtorch_runtime.worker.bodies import BodyDevice, CompiledBody, Interrupted, JointMover
 from dtorch_runtime.worker.collectives.base import ParcelName
-from dtorch_runtime.worker.costs import Way, Weight, choose, kernel_us
+from dtorch_runtime.worker.costs import Way, Weight, choose, joint_us, kernel_us
 from dtorch_runtime.worker.failures import SessionEnded
 from dtorch_runtime.worker.kernels import REDISTRIBUTE
 from dtorch_runtime.worker.redistribute import DeviceStep, Transfer, TransferPlanner, check_piece
@@ -86,6 +86,8 @@ class JointBody:
         self._weights: dict[int, Weight] = {}
         #: None until everybody has weighed the first call.
         self._way: Way | None = None
+        #: What a call takes for all, about.
+        self._us = 0.0
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
         #: By device: how many calls it has arrived at.
@@ -109,6 +111,23 @@ class JointBody:
         """Whether nobody needs to come to calls any more."""
         return self._way is Way.APART
 
+    def ready_us(self) -> float | None:
+        """What a call takes for all in one thread, about; None when it does not run so, or is not ready to."""
+        return self._us if self._way is Way.JOINT and self._body is not None else None
+
+    def run_idle(self, words: list[int], i: int) -> bool:
+        """Run the next call for all devices, none of which is at work: on any thread, when ``ready_us`` says so.
+
+        False when something was raised. Each device is then to come to the call, and goes on by itself.
+        """
+        call = _Call(0, self._num_devices)
+        self._run(call, words, i)
+        if call.stopped is None:
+            self._num_calls = [number + 1 for number in self._num_calls]
+            return True
+        self._calls[self._num_calls[0]] = call
+        return False
+
     def weighed(self, index: int, weight: Weight) -> None:
         """What a device did in the first call, which it has run by itself."""
         with self._lock:
@@ -129,6 +148,8 @@ class JointBody:
             call = self._calls.get(number)
             if call is None:
                 call = self._calls[number] = _Call(self._num_devices, self._num_devices)
+            elif call.num_missing == 0:
+                return call  # it was run while nobody was at work
             call.num_missing -= 1
             if call.num_missing == 0:
                 self._decide(call)
@@ -146,6 +167,7 @@ class JointBody:
         if self._way is None:
             weights = [self._weights.pop(index) for index in range(self._num_devices)]
             self._way = choose(weights, len(os.sched_getaffinity(0)))
+            self._us = joint_us(weights)
         if self._way is Way.APART:
             call.is_joint = False
         if not call.is_joint:
@@ -273,7 +295,8 @@ class JointBodies:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._bodies: dict[int, JointBody] = {}
+        #: By template. They are added to while the agent's loop looks one up.
+        self.bodies: dict[int, JointBody] = {}
         self._is_ended = False
 
     def join(
@@ -323,23 +346,23 @@ class JointBodies:
         with self._lock:
             if self._is_ended:
                 raise SessionEnded
-            joint = self._bodies.get(record.template_id)
+            joint = self.bodies.get(record.template_id)
             if joint is None:
                 joint = JointBody(len(devices), self._timeout_s, compile_joint)
-                self._bodies[record.template_id] = joint
+                self.bodies[record.template_id] = joint
         return JointMember(joint, devices.index(device), apart, record.width, weigh)
 
     def forget(self) -> None:
         """The devices keep their values elsewhere now."""
         with self._lock:
-            for body in self._bodies.values():
+            for body in self.bodies.values():
                 body.forget()
 
     def end(self) -> None:
         """Wake whoever waits with SessionEnded."""
         with self._lock:
             self._is_ended = True
-            bodies = list(self._bodies.values())
+            bodies = list(self.bodies.values())
         for body in bodies:
             body.end()
 

@@ -266,6 +266,11 @@ class DeviceSession:
             self._watch.ran("fetch", 0, (blob,))
         return blob
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer is under way or its result awaited."""
+        return self._transfers is None or self._transfers.is_idle
+
     def call_behind(self, job: Job) -> None:
         """Call something when all that was run so far is done, transfers too."""
         if self._transfers is None:
@@ -285,10 +290,7 @@ class DeviceSession:
         self.session.joint.forget()
 
     def _reclaim(self) -> None:
-        """Free what the running batch frees later and no op needs before.
-
-        The program has dropped it: dropped values are told of behind later ops, several at once.
-        """
+        """Free what the program has dropped, but the running batch frees later, and no op needs before."""
         assert self._ledger is not None
         for value_id in freed_unused(self._ledger.words[self._ledger.start :], self.session.templates):
             self.blobs.pop(value_id, None)

@@ -203,6 +203,11 @@ class Transfers:
         tape, self.tape = self.tape, None
         return None if tape is None or tape.is_empty else tape
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, and no value pending. For the compute worker, or while it has no job."""
+        return self._num_submitted == self._num_finished and not self.unresolved
+
     def call_behind(self, job: Job) -> None:
         """Call something behind all transfers that were started: at once when they have ended."""
         if self._num_submitted == self._num_finished:
