@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from dtorch.factory import zeros
 from dtorch.parallel.tp_plan import has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import UnsupportedError
+from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Placement, Replicate, Shard
 
 
@@ -45,18 +47,32 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
             f"static_cache takes a Hugging Face decoder that is on a mesh, got {type(model).__name__}; write "
             f"model = dtorch.parallelize(model, mesh) first"
         )
-    mesh = parameter.device_mesh
-    cut: dict[str, Placement] = {"dp": Shard(0), "tp": Shard(1)}
-    names = mesh.mesh_dim_names or ()
-    placements = [cut.get(name, Replicate()) if has_ranks(mesh, name) else Replicate() for name in names]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache: Any = StaticCache(config=config, max_cache_len=max_cache_len)
 
-    def empty(length: int) -> torch.Tensor:
+    def empty(mesh: DeviceMesh, length: int) -> torch.Tensor:
         shape = (batch_size, num_heads, length, head_dim)
-        return zeros(*shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
+        return zeros(*shape, dtype=parameter.dtype, device_mesh=mesh, placements=_placements(mesh))
 
-    for layer in cache.layers:
-        layer.lazy_initialization(empty(1), empty(1))
-        layer.keys, layer.values = empty(max_cache_len), empty(max_cache_len)
+    meshes = dict(_meshes_of_layers(model))
+    for index, layer in enumerate(cache.layers):
+        mesh = meshes.get(index, parameter.device_mesh)
+        with parameter.graph.device_mesh_guard(mesh):
+            layer.lazy_initialization(empty(mesh, 1), empty(mesh, 1))
+        layer.keys, layer.values = empty(mesh, max_cache_len), empty(mesh, max_cache_len)
     return cache
+
+
+def _placements(mesh: DeviceMesh) -> list[Placement]:
+    cut: dict[str, Placement] = {"dp": Shard(0), "tp": Shard(1)}
+    names = mesh.mesh_dim_names or ()
+    return [cut.get(name, Replicate()) if has_ranks(mesh, name) else Replicate() for name in names]
+
+
+def _meshes_of_layers(model: nn.Module) -> Iterator[tuple[int, DeviceMesh]]:
+    """The mesh of the attention layer with each number: those of a pipeline are on that of their stage."""
+    for module in model.modules():
+        number = getattr(module, "layer_idx", None)
+        parameter: Any = next(module.parameters(), None)
+        if isinstance(number, int) and isinstance(parameter, Tensor):
+            yield number, parameter.device_mesh

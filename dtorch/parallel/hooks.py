@@ -98,13 +98,14 @@ class _Frames(threading.local):
 _frames = _Frames()
 
 
-def add_entry_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
+def add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh) -> None:
     """Make calls of ``model`` run on ``mesh``, whatever mesh the caller works on.
 
     Tensors among the arguments, in lists, tuples and dicts too, are brought to the mesh, and those that have the
     batch as dim 0 are split along its ``dp`` axis. Masks stay whole: models look up rows of them by number, and where
     they meet what is split each device uses its own rows. What the model returns goes back to the mesh of the
-    caller's main input, sharded on dim 0 where that was, replicated otherwise.
+    caller's main input, sharded on dim 0 where that was, replicated otherwise; to ``end``, where a call of the model
+    ends, for plain input.
     """
     names = list(inspect.signature(model.forward).parameters)
 
@@ -134,7 +135,7 @@ def add_entry_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
             return None
         _, caller, guard = _frames.open.pop()
         try:
-            return map_tensors(lambda tensor: _give_back(tensor, mesh, caller), output)
+            return map_tensors(lambda tensor: _give_back(tensor, end, caller), output)
         finally:
             guard.__exit__(None, None, None)
 
@@ -182,10 +183,10 @@ def _bring(tensor: torch.Tensor, mesh: DeviceMesh, batch: int | None) -> torch.T
     return from_torch(tensor, device_mesh=mesh, placements=_on_dp(mesh, on_dp))
 
 
-def _give_back(tensor: torch.Tensor, mesh: DeviceMesh, caller: _Caller) -> torch.Tensor:
+def _give_back(tensor: torch.Tensor, end: DeviceMesh, caller: _Caller) -> torch.Tensor:
     if not isinstance(tensor, Tensor):
         return tensor
-    target = caller.mesh or mesh
+    target = caller.mesh or end
     placements: list[Placement] = [Replicate()] * target.ndim
     if caller.placements is not None and tensor.ndim and tensor.shape[0] == caller.batch:
         placements = [p if p == Shard(0) else Replicate() for p in caller.placements]

@@ -28,6 +28,7 @@ class Home:
 
     places: list[tuple[nn.Module, str]]
     names: list[str]
+    mesh: DeviceMesh
     placements: Placements
     is_parameter: bool
     #: Whether checkpoints have it.
@@ -53,8 +54,14 @@ class Home:
                 module._buffers[key] = value
 
 
-def collect_homes(model: nn.Module, mesh: DeviceMesh, plans: Mapping[str, ModulePlan]) -> list[Home]:
-    """Every different parameter and buffer of ``model``, with the placements that it gets."""
+def collect_homes(
+    model: nn.Module, mesh_of: Callable[[str], DeviceMesh], plans: Mapping[str, ModulePlan]
+) -> list[Home]:
+    """Every different parameter and buffer of ``model``, with the mesh and the placements that it gets.
+
+    Args:
+        mesh_of: the mesh of the module with a name. A tied weight is on that of the first one.
+    """
     homes: dict[int, Home] = {}
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
@@ -64,9 +71,11 @@ def collect_homes(model: nn.Module, mesh: DeviceMesh, plans: Mapping[str, Module
                 is_parameter = table is module._parameters
                 home = homes.get(id(tensor))
                 if home is None:
+                    mesh = mesh_of(prefix)
                     home = homes[id(tensor)] = Home(
                         places=[],
                         names=[],
+                        mesh=mesh,
                         placements=plans[prefix].placements[key]
                         if is_parameter
                         else (Replicate(),) * mesh.ndim,
@@ -120,17 +129,17 @@ def check_sources(homes: Sequence[Home]) -> None:
         )
 
 
-def place(homes: Sequence[Home], mesh: DeviceMesh, on_progress: Progress | None = None) -> None:
-    """Put every tensor on ``mesh``, each device receiving its part only."""
+def place(homes: Sequence[Home], on_progress: Progress | None = None) -> None:
+    """Put every tensor on its mesh, each device receiving its part only."""
     for home in homes:
-        value = _placed(home, mesh)
+        value = _placed(home)
         home.fill(value)
         if on_progress is not None:
             on_progress(home.names[0], value.numel())
 
 
-def _placed(home: Home, mesh: DeviceMesh) -> Tensor:
-    tensor = home.tensor()
+def _placed(home: Home) -> Tensor:
+    tensor, mesh = home.tensor(), home.mesh
     # A partial sum is made on the devices, from whole copies.
     whole = [Replicate() if isinstance(p, Partial) else p for p in home.placements]
     value: Any

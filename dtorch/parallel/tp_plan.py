@@ -31,6 +31,9 @@ from dtorch_runtime.ir.placement import Partial, Placement, Placements, Replicat
 
 DP_AXIS: Final = "dp"
 TP_AXIS: Final = "tp"
+PP_AXIS: Final = "pp"
+#: The axes that ``parallelize`` knows what to do with.
+AXES: Final = (DP_AXIS, TP_AXIS, PP_AXIS)
 
 Style: TypeAlias = Literal[
     "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "embedding_rowwise", "replicate"
@@ -91,19 +94,18 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse meshes whose axes ``parallelize`` has no use for.
 
     Raises:
-        MeshError: the axes have no names, or one has a name other than ``dp`` and ``tp``.
+        MeshError: the axes have no names, or one has a name that is not in ``AXES``.
     """
-    allowed = (DP_AXIS, TP_AXIS)
     if mesh.mesh_dim_names is None:
         names = f"({TP_AXIS!r},)" if mesh.ndim == 1 else f"({DP_AXIS!r}, {TP_AXIS!r})"
         raise MeshError(
             f"parallelize() decides by the names of a mesh's axes, and {mesh!r} has none; "
             f"write mesh_dim_names={names}"
         )
-    unknown = [name for name in mesh.mesh_dim_names if name not in allowed]
+    unknown = [name for name in mesh.mesh_dim_names if name not in AXES]
     if unknown:
         raise MeshError(
-            f"parallelize() uses the axes {' and '.join(map(repr, allowed))}; {mesh!r} also has {unknown}. "
+            f"parallelize() uses the axes {', '.join(map(repr, AXES))}; {mesh!r} also has {unknown}. "
             f"Give it a mesh without them, e.g. one of mesh.unbind({unknown[0]!r})"
         )
 

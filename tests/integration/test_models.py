@@ -262,7 +262,7 @@ def test_weights_from_several_files_in_another_dtype_are_converted(tmp_path: Pat
     [
         ({"mesh": dtorch.DeviceMesh("cpu", [0, 1])}, MeshError, "mesh_dim_names"),
         ({"mesh": dtorch.DeviceMesh("cpu", [0, 9], mesh_dim_names=("tp",))}, MeshError, "9"),
-        ({"mesh": dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))}, MeshError, "'dp' and 'tp'"),
+        ({"mesh": dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("mp",))}, MeshError, "'dp', 'tp', 'pp'"),
         ({"mesh": [0, 1]}, SettingError, "init_device_mesh"),
         ({"plan": {"layers.*.mlp.up": "colwise"}}, SettingError, "matches no module"),
         ({"plan": {"norm": "rowwise"}}, SettingError, "of kind 'other'"),

@@ -180,7 +180,7 @@ def test_a_wrong_plan_is_refused_with_what_to_write(
     [
         (DeviceMesh("cpu", [0, 1]), "write mesh_dim_names=('tp',)"),
         (DeviceMesh("cpu", [[0, 1]]), "write mesh_dim_names=('dp', 'tp')"),
-        (DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("pp", "tp")), "mesh.unbind('pp')"),
+        (DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("mp", "tp")), "mesh.unbind('mp')"),
     ],
 )
 def test_a_mesh_is_judged_by_the_names_of_its_axes(mesh: DeviceMesh, message: str) -> None:
