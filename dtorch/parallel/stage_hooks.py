@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dtorch.graph import Graph
+from dtorch.linked import last_write
 from dtorch.parallel.hooks import map_tensors
 from dtorch.parallel.pipeline.batches import to_mesh
 from dtorch.parallel.stages import Stages
@@ -41,9 +42,7 @@ class _Call:
     mesh: DeviceMesh | None = None
     guard: AbstractContextManager[Any] | None = None
     #: By the tensor's id and the mesh; masks and tables of positions go once to each, not once to each layer.
-    brought: dict[tuple[int, DeviceMesh], tuple[weakref.ReferenceType[Any], Any]] = field(
-        default_factory=dict
-    )
+    brought: dict[tuple[Any, ...], tuple[weakref.ReferenceType[Tensor], Tensor]] = field(default_factory=dict)
 
     def go_to(self, mesh: DeviceMesh) -> None:
         """Let what is made without a mesh be there."""
@@ -63,12 +62,13 @@ class _Call:
         if not isinstance(tensor, Tensor) or tensor.device_mesh == mesh:
             return tensor
         # Autograd records a move only where it records, and a write to the tensor makes another value of it.
-        source, moved = self.brought.get((id(tensor), mesh), (None, None))
-        version = (tensor._version, torch.is_grad_enabled())
-        if source is None or source() is not tensor or moved[0] != version:
-            moved = (version, to_mesh(tensor, mesh))
-            self.brought[id(tensor), mesh] = weakref.ref(tensor), moved
-        return moved[1]
+        key = (id(tensor), mesh, last_write(tensor._handle), torch.is_grad_enabled())
+        known = self.brought.get(key)
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        moved = to_mesh(tensor, mesh)
+        self.brought[key] = weakref.ref(tensor), moved
+        return moved
 
 
 class _Calls(threading.local):

@@ -121,7 +121,7 @@ def test_weights_and_caches_live_on_the_mesh_of_their_stage() -> None:
     assert places["model.embed_tokens.weight"] == first
     assert places["model.layers.2.mlp.up_proj.weight"] == last
     assert places["model.norm.weight"] == places["lm_head.weight"] == last
-    with torch.no_grad():
+    with torch.inference_mode():
         output = model(prompt(batch=2).to("dtorch"))
         assert model(prompt(batch=2)).logits.device_mesh == last, (
             "a plain caller's results stay where they are"
