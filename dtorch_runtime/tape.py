@@ -17,6 +17,9 @@ SPAN_WORDS: Final = 5
 BATCH: Final = -1
 #: What a span is in which a device waited for the input of an op, or for who reads what it writes to.
 WAIT: Final = -2
+#: What spans of a copy worker are: a value that comes from the client, and one that goes to it.
+UPLOAD: Final = -3
+FETCH: Final = -4
 
 
 class Tape:

@@ -13,11 +13,11 @@ from dtorch.meshes import mesh_of
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.records import placement_from_record
 from dtorch_runtime.ir.transfer import plan_redistribute
-from dtorch_runtime.tape import BATCH, SPAN_WORDS, WAIT
+from dtorch_runtime.tape import BATCH, FETCH, SPAN_WORDS, UPLOAD, WAIT
 from dtorch_runtime.wire.records import LaneRecord, LayoutRecord, TemplateRecord, TransferArg
 from dtorch_runtime.worker.blobs import dtype_of
 
-Category: TypeAlias = Literal["op", "captured call", "wait", "batch", "message", "client", "fetch"]
+Category: TypeAlias = Literal["op", "captured call", "copy", "wait", "batch", "message", "client", "fetch"]
 
 CLIENT = "client"
 CONTROLLER = "controller"
@@ -25,6 +25,8 @@ _FETCHES = "fetches"
 #: The two workers of a device.
 WORKER = "worker"
 COMMUNICATION = "communication"
+COPY = "copy"
+_COPIES = {UPLOAD: "upload", FETCH: "fetch"}
 #: The messages that carry a batch on its way to the workers, and what the client calls it.
 _CARRIES_BATCH = frozenset(("batch", "ops", "subgraph"))
 
@@ -87,7 +89,7 @@ def spans_of(
     for i in range(0, len(words), SPAN_WORDS):
         what, detail, start_ns, end_ns, extra = words[i : i + SPAN_WORDS]
         start_ns, end_ns = start_ns - clock.offset_ns, end_ns - clock.offset_ns
-        if lane.kind in (WORKER, COMMUNICATION):
+        if lane.kind in (WORKER, COMMUNICATION, COPY):
             place = lane_name(lane)
             yield _span_of_worker(
                 process, place, lane.device, what, detail, (start_ns, end_ns), extra, templates, names
@@ -107,7 +109,7 @@ def spans_of(
 
 def lane_name(lane: LaneRecord) -> str:
     """Of a worker, within its node."""
-    return f"device {lane.device}" + (", communication" if lane.kind == COMMUNICATION else "")
+    return f"device {lane.device}" + ("" if lane.kind == WORKER else f", {lane.kind}")
 
 
 def _span_of_worker(
@@ -125,6 +127,10 @@ def _span_of_worker(
         return Span(process, lane, "wait", "wait for transfers", *when_ns, args={"line": describe(detail)})
     if template_id == BATCH:
         return Span(process, lane, "batch", f"batch {detail}", *when_ns, detail)
+    if template_id in _COPIES:
+        return Span(
+            process, lane, "copy", _COPIES[template_id], *when_ns, args={"failed": True} if extra else {}
+        )
     record = templates.get(template_id)
     args: dict[str, Any] = {"template": template_id}
     if detail:

@@ -285,13 +285,14 @@ Question: TypeAlias = AskClock | StartTrace | StopTrace | AskCounts | AskMemory
 
 
 class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What one thread did. ``kind`` is controller, node, worker or communication (a device's second worker); ``device``
-    is a worker's, else -1.
+    """What one thread did. ``kind`` is controller, node, worker, communication or copy (a device's other workers);
+    ``device`` is a worker's, else -1.
 
     ``spans`` are int64, five a span: what, detail, start and end on the clock of ``ClockReply``, extra. In the lanes
     of the controller and of nodes they are: index into ``names``, seq or request id, ..., bytes of the payload. In
     those of workers: template id, location id, ..., 1 when the op failed; or -1, seq, ..., 0 for a whole batch; or -2,
-    location id, ..., 0 for a wait of this op for transfers beside it.
+    location id, ..., 0 for a wait of this op for transfers beside it; or -3 and -4, 0, ..., 1 when it failed, for a
+    value that came from the client or went to it.
     """
 
     kind: str

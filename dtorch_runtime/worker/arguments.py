@@ -33,7 +33,7 @@ from dtorch_runtime.wire.records import (
     TemplateRecord,
     TransferArg,
 )
-from dtorch_runtime.worker.blobs import Blobs, dtype_of
+from dtorch_runtime.worker.blobs import Blobs, check_plain, dtype_of
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import Kernel
 
@@ -225,6 +225,22 @@ def _factory(constants: tuple[str, ...], body: tuple[str, ...]) -> Callable[...,
     exec(compile(source, "<dtorch runner>", "exec"), namespace)
     factory: Callable[..., Runner] = namespace["make"]
     return factory
+
+
+def first_runner(
+    record: TemplateRecord, blobs: Blobs, runner: Runner, keep: Callable[[Runner], None]
+) -> Runner:
+    """Looks what the first op of a template makes, and then lets the runner be kept: all make tensors of one kind."""
+    first = 2 + record.num_inputs
+
+    def run(words: list[int], i: int) -> int:
+        stop = runner(words, i)
+        for value_id in words[i + first : i + first + record.num_outputs]:
+            check_plain(blobs.get(value_id))
+        keep(runner)
+        return stop
+
+    return run
 
 
 def skip_runner(width: int) -> Runner:

@@ -31,14 +31,14 @@ Blob: TypeAlias = torch.Tensor | Poison
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """A transfer that the device's communication worker carries out. See ``transfers``.
+    """A transfer that the device's communication worker or copy worker carries out. See ``transfers``.
 
     Attributes:
         reads: what is transferred; kept until the transfer has ended.
         num_bytes: of what is read and what is made.
         what: names the transfer for people.
-        done: whether it has ended, on the communication worker's thread.
-        point: the end of it in the communication worker's stream.
+        done: whether it has ended, on that worker's thread.
+        point: the end of it in that worker's stream.
     """
 
     reads: Blob | Pending | None

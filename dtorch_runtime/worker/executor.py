@@ -44,29 +44,28 @@ from dtorch_runtime.wire.records import (
     TemplateRecord,
     TraceReply,
 )
-from dtorch_runtime.worker.blobs import ChunkedTensor, Pending, Poison, bytes_of, name_of
+from dtorch_runtime.worker.blobs import Blob, ChunkedTensor, Poison, bytes_of, name_of
 from dtorch_runtime.worker.collectives.base import Network
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
 from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
+from dtorch_runtime.worker.copies import is_quick_to_read
 from dtorch_runtime.worker.failures import InternalFailure, SessionEnded, asked_bytes_of
 from dtorch_runtime.worker.first_calls import make_first_calls
 from dtorch_runtime.worker.ledger import DeviceTotal
 from dtorch_runtime.worker.open_session import OpenSession
-from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
+from dtorch_runtime.worker.redistribute import INSIDE_FACTOR, Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
 from dtorch_runtime.worker.streams.watched import WatchedStream
-from dtorch_runtime.worker.thread import LazyWorker, ThreadShare, Worker
-from dtorch_runtime.worker.tickets import Ticket, take_answer
-from dtorch_runtime.worker.transfers import Transfers
+from dtorch_runtime.worker.thread import LazyWorker, ThreadShare, Ticket, Worker
+from dtorch_runtime.worker.tickets import take_answer
+from dtorch_runtime.worker.transfers import COMMUNICATION, COPY, Side, Transfers
 from dtorch_runtime.worker.uploads import SharedUpload, place, refuse, upload_key
 from dtorch_runtime.worker.watch import StreamWatch, Watch
 
 _T = TypeVar("_T")
-#: What is copied within some microseconds.
-_QUICK_BYTES = 64 * 1024
 
 
 class WorkerExecutor:
@@ -111,6 +110,8 @@ class WorkerExecutor:
             self._new_stream = partial(CpuStream, settings.collective_timeout_s)
         make_first_calls()
         self._settings = settings
+        #: From how many bytes on a copy worker brings values to the host and from it.
+        self._copy_bytes = INSIDE_FACTOR * settings.beside_bytes
         self._node = node_name
         self._device_type = device_type
         self._report = report
@@ -144,8 +145,9 @@ class WorkerExecutor:
             run_ahead,
         )
         self._workers: dict[int, Worker] = {}
-        #: Of the same devices, for transfers beside their ops.
+        #: Of the same devices, for redistributions and for copies beside their ops.
         self._communication: dict[int, LazyWorker] = {}
+        self._copying: dict[int, LazyWorker] = {}
         #: What the sessions hold, by device.
         self._totals: dict[int, DeviceTotal] = {}
         self._sessions: dict[int, OpenSession] = {}
@@ -275,37 +277,52 @@ class WorkerExecutor:
             return
         self._add_device(entry, device)
         worker, values = entry.devices[device]
-        if worker.is_idle and _is_quick_to_read(values.blobs.get(value_id)):
+        if worker.is_idle and is_quick_to_read(values.blobs.get(value_id), self._copy_bytes):
             # The way to the worker's thread and back takes 100 us, and the worker has nothing to do.
             self._fetch(values, request_id, value_id, device)
         else:
             worker.submit(partial(self._fetch, values, request_id, value_id, device))
 
     def _fetch(self, values: DeviceSession, request_id: int, value_id: int, device: int) -> None:
-        session = values.session
-        if session.is_ended:
+        if values.session.is_ended:
             return
         try:
-            blob = values.get(value_id)
-            if isinstance(blob, Poison):
-                self._report_missing(session.number, request_id, device, blob.failure)
-                return
-            if not isinstance(blob, torch.Tensor):
-                raise InternalFailure(f"device {device} does not hold value {value_id}")
-            data = bytes_of(blob)
+            values.read(value_id, partial(self._deliver, values, request_id, value_id, device))
         except SessionEnded:
             return
         except Exception as error:  # noqa: BLE001  the one who fetches gets it
-            self._report_missing(session.number, request_id, device, values.fail("fetch", error, value_id))
+            self._report_missing(
+                values.session.number, request_id, device, values.fail("fetch", error, value_id)
+            )
+
+    def _deliver(
+        self,
+        values: DeviceSession,
+        request_id: int,
+        value_id: int,
+        device: int,
+        blob: Blob | Exception | None,
+    ) -> None:
+        """Report a value. On a worker's thread, or in the loop."""
+        session = values.session.number
+        if isinstance(blob, SessionEnded):
             return
+        if isinstance(blob, Poison):
+            self._report_missing(session, request_id, device, blob.failure)
+            return
+        try:
+            if isinstance(blob, Exception):
+                raise blob
+            if blob is None:
+                raise InternalFailure(f"device {device} does not hold value {value_id}")
+            data = bytes_of(blob)
+        except Exception as error:  # noqa: BLE001  the one who fetches gets it
+            self._report_missing(session, request_id, device, values.fail("fetch", error, value_id))
+            return
+        dtype, shape = name_of(blob.dtype), tuple(blob.shape)
         self._report(
             ValueReady(
-                session=session.number,
-                request_id=request_id,
-                device=device,
-                dtype=name_of(blob.dtype),
-                shape=tuple(blob.shape),
-                data=data,
+                session=session, request_id=request_id, device=device, dtype=dtype, shape=shape, data=data
             )
         )
 
@@ -371,7 +388,7 @@ class WorkerExecutor:
             self.end_session(session)
         try:
             # The compute workers first: they give jobs to the others.
-            for workers in (self._workers, self._communication):
+            for workers in (self._workers, self._communication, self._copying):
                 _stop_all(workers.values(), timeout_s, deadline_s)
         finally:
             if self._network is not None:
@@ -398,7 +415,7 @@ class WorkerExecutor:
             self._redistributor,
             self._report_failure,
             self._totals[device],
-            self._transfers(worker, self._communication[device]),
+            self._transfers(worker, device),
             self._watch_of(worker.name),
         )
         if entry.max_spans is not None:
@@ -410,19 +427,24 @@ class WorkerExecutor:
         name = f"dtorch-{self._node}-{device}"
         new_stream = partial(self._make_stream, torch_device, name)
         worker = self._workers[device] = Worker(name, new_stream, self._share)
-        beside = f"{name}-communication"
-        new_stream = partial(self._make_stream, torch_device, beside)
-        self._communication[device] = LazyWorker(
-            beside, partial(Worker, beside, new_stream, self._share, divides=False)
-        )
+        self._communication[device] = self._beside(f"{name}-{COMMUNICATION}", torch_device)
+        self._copying[device] = self._beside(f"{name}-{COPY}", torch_device)
         self._totals[device] = DeviceTotal(self._settings.device_memory_bytes)
         return worker
 
-    def _transfers(self, worker: Worker, communication: LazyWorker) -> Transfers | None:
+    def _beside(self, name: str, torch_device: torch.device) -> LazyWorker:
+        new_stream = partial(self._make_stream, torch_device, name)
+        return LazyWorker(name, partial(Worker, name, new_stream, self._share, divides=False))
+
+    def _transfers(self, worker: Worker, device: int) -> Transfers | None:
         if not self._settings.beside_bytes:
             return None
-        watch = self._watch_of(communication.name)
-        return Transfers(worker, communication, self._settings.collective_timeout_s, watch)
+        communication, copying = (
+            Side(kind, workers[device], self._watch_of(workers[device].name))
+            for kind, workers in ((COMMUNICATION, self._communication), (COPY, self._copying))
+        )
+        timeout_s = self._settings.collective_timeout_s
+        return Transfers(worker, communication, copying, timeout_s, self._copy_bytes)
 
     def _make_stream(self, torch_device: torch.device, worker: str) -> Stream:
         stream, watch = self._new_stream(torch_device), self._watch_of(worker)
@@ -459,13 +481,6 @@ def _stop_all(workers: Collection[Worker | LazyWorker], timeout_s: float, deadli
     for worker in workers:
         if not worker.join(max(0.0, deadline_s - time.monotonic())):
             raise ClusterTimeout(f"worker {worker.name} to stop", timeout_s, "It is inside a kernel")
-
-
-def _is_quick_to_read(blob: object) -> bool:
-    """Whether the bytes of a blob can be had without a wait or a long copy."""
-    if not isinstance(blob, torch.Tensor):
-        return type(blob) is not Pending
-    return blob.is_cpu and (blob.nbytes <= _QUICK_BYTES or blob.is_contiguous())
 
 
 def _trace_reply(lanes: list[list[LaneRecord]]) -> Reply:

@@ -14,8 +14,8 @@ import torch
 from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.worker.blobs import ChunkedTensor
 from dtorch_runtime.worker.session import DeviceSession, Session
-from dtorch_runtime.worker.thread import ThreadShare, Worker
-from dtorch_runtime.worker.tickets import Ticket, run_batch
+from dtorch_runtime.worker.thread import ThreadShare, Ticket, Worker
+from dtorch_runtime.worker.tickets import run_batch
 
 #: The longest that the loop computes, as estimated: meanwhile it hears nobody.
 _LIMIT_US = 500.0

@@ -32,7 +32,7 @@ from dtorch_runtime.worker.kernels import REDISTRIBUTE
 PARALLEL_BYTES = 512 * 1024
 #: A way to another thread and back costs as much as an agent needs to move so many times as many bytes among its own
 #: devices as come from another agent in that time.
-_INSIDE_FACTOR = 8
+INSIDE_FACTOR = 8
 #: Plans kept; a program that makes a new shape at every step would else keep all of them.
 _MAX_PLANS = 4096
 
@@ -161,7 +161,7 @@ def _is_large(step: Step, itemsize_bytes: int, node_of: Mapping[int, str], besid
         (inside if node_of[source] == node_of[device] else between)[device] += num_bytes
     return (
         max(between.values(), default=0) >= beside_bytes
-        or max(inside.values(), default=0) >= _INSIDE_FACTOR * beside_bytes
+        or max(inside.values(), default=0) >= INSIDE_FACTOR * beside_bytes
     )
 
 

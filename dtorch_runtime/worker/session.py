@@ -29,6 +29,7 @@ from dtorch_runtime.worker.arguments import (
     Runner,
     Runners,
     compile_runner,
+    first_runner,
     free_runner,
     raising_runner,
     skip_runner,
@@ -38,11 +39,11 @@ from dtorch_runtime.worker.blobs import (
     Blobs,
     Pending,
     Poison,
-    check_plain,
     poison_in,
     poison_with_aliases,
 )
 from dtorch_runtime.worker.bodies import BodyDevice, CompiledBody
+from dtorch_runtime.worker.copies import UPLOADED, new_fetch, new_upload, size_of
 from dtorch_runtime.worker.failures import (
     InternalFailure,
     OpSite,
@@ -183,7 +184,7 @@ class DeviceSession:
         )
         self._runners = Runners(timer.runner)
         if self._transfers is not None:
-            self._transfers.tape = Tape(max_spans)
+            self._transfers.start_trace(max_spans)
 
     def stop_trace(self) -> list[LaneRecord] | None:
         """Note no more; what was noted, of ops and, if there were any, of transfers beside them."""
@@ -193,9 +194,8 @@ class DeviceSession:
             return None
         lanes = [tape.lane("worker", self._device, self.session.templates)]
         if self._transfers is not None:
-            beside = self._transfers.stop_trace()
-            if beside is not None:
-                lanes.append(beside.lane("communication", self._device, self.session.templates))
+            for kind, beside in self._transfers.stop_trace():
+                lanes.append(beside.lane(kind, self._device, self.session.templates))
         return lanes
 
     def _run(self, words: list[int], i: int) -> None:
@@ -215,23 +215,30 @@ class DeviceSession:
         site = OpSite(self.session.number, self._seq, op, 0, record)
         return failure_of(error, site, self._device, self._node, self._shortage(error, record[:1]))
 
-    def place(self, value_id: int, make: Callable[[], torch.Tensor]) -> None:
-        """A value that was uploaded: ``make`` brings it to the device."""
+    def place(self, value_id: int, make: Callable[[], torch.Tensor], num_bytes: int) -> None:
+        """A value that was uploaded: ``make`` brings it to the device, on the copy worker if it is large."""
         try:
-            tensor = make()
             if self._ledger is not None:
-                self._ledger.origin, self._ledger.words = ("upload", 0), ()
-            self.blobs[value_id] = tensor
+                self._ledger.origin, self._ledger.words = UPLOADED, ()
+            if self._transfers is not None and num_bytes >= self._transfers.copy_bytes > 0:
+                pending = new_upload(value_id, num_bytes)
+                self.blobs[value_id] = self._transfers.unresolved[value_id] = pending
+                self._transfers.copy_in(pending, make, partial(self._refused, value_id))
+                return
+            self.blobs[value_id] = tensor = make()
             if self._watch is not None:
-                self._watch.ran("upload", 0, (), (tensor,))
+                self._watch.ran(*UPLOADED, (), (tensor,))
         except Exception as error:  # noqa: BLE001  whoever uses the value gets it
             self.refuse_upload(value_id, error)
 
     def refuse_upload(self, value_id: int, error: Exception) -> None:
         """There is no such value, and why."""
+        self.blobs[value_id] = self._refused(value_id, error)
+
+    def _refused(self, value_id: int, error: Exception) -> Poison:
         failure = self.fail("upload", error, value_id)
         self._report_failure(self.session.number, failure)
-        self.blobs[value_id] = Poison(failure)
+        return Poison(failure)
 
     # ---- memory ----
 
@@ -252,19 +259,24 @@ class DeviceSession:
         if self._transfers is not None:
             self._transfers.unresolved.clear()
 
-    def get(self, value_id: int) -> Blob | None:
-        """A value, which is waited for if it is pending.
+    def read(self, value_id: int, take: Callable[[Blob | Exception | None], None]) -> None:
+        """Have ``take`` called with a value: on the copy worker with a large one, else now.
 
         Raises:
-            SessionEnded: the session ended meanwhile.
+            SessionEnded: the session ended while the value was waited for.
             ClusterTimeout: the transfer that makes it does not end.
         """
-        self._wait_for((value_id,))
         blob = self.blobs.get(value_id)
-        assert not isinstance(blob, Pending)
+        num_bytes = size_of(blob)
+        if self._transfers is not None and num_bytes >= self._transfers.copy_bytes > 0:
+            self._transfers.copy_out(new_fetch(blob, value_id, num_bytes), take)
+            return
+        self._wait_for((value_id,))
+        value = self.blobs.get(value_id)
+        assert not isinstance(value, Pending)
         if self._watch is not None:
-            self._watch.ran("fetch", 0, (blob,))
-        return blob
+            self._watch.ran("fetch", 0, (value,))
+        take(value)
 
     @property
     def is_idle(self) -> bool:
@@ -304,12 +316,8 @@ class DeviceSession:
     def _shortage(
         self, error: Exception, made: Sequence[int], words: Sequence[int] = ()
     ) -> ShortageRecord | None:
-        """What the values hold, when the error is want of memory.
-
-        Args:
-            made: ids of what the op was to make.
-            words: records that have run before it, which name what they made.
-        """
+        """What the values hold, when the error is want of memory. ``made`` are ids of what the op was to make,
+        ``words`` records that have run before it, which name what they made."""
         asked_bytes = asked_bytes_of(error)
         if asked_bytes is None:
             return None
@@ -403,23 +411,13 @@ class DeviceSession:
                 self._torch_device,
             )
             runner = self._ordered(record, self._counted_runner(record, runner))
-            return self._first_runner(template_id, record, runner)
+            return first_runner(record, self.blobs, runner, partial(self._keep_runner, template_id))
         except Exception as error:  # noqa: BLE001  each op of the template fails with it
             return raising_runner(error)
 
-    def _first_runner(self, template_id: int, record: TemplateRecord, runner: Runner) -> Runner:
-        """Looks what the first op of a template makes: all make tensors of the same kind."""
-        first = 2 + record.num_inputs
-
-        def run(words: list[int], i: int) -> int:
-            stop = runner(words, i)
-            for value_id in words[i + first : i + first + record.num_outputs]:
-                check_plain(self.blobs.get(value_id))
-            if not self.session.is_ended:
-                self._plain[template_id] = runner
-            return stop
-
-        return run
+    def _keep_runner(self, template_id: int, runner: Runner) -> None:
+        if not self.session.is_ended:
+            self._plain[template_id] = runner
 
     def _ordered(self, record: TemplateRecord, runner: Runner) -> Runner:
         """Makes what cannot run twice wait for transfers beforehand."""

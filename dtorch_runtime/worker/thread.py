@@ -53,6 +53,23 @@ class ThreadShare:
             self.per_worker = max(1, self._num_cores // max(1, self._num_workers))
 
 
+class Ticket:
+    """Calls back when the last of several workers is done with a message."""
+
+    def __init__(self, num_workers: int, when_done: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._num_left = num_workers
+        self._when_done = when_done
+
+    def done(self) -> None:
+        """One of the workers is done."""
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self._when_done()
+
+
 class Worker:
     """Runs the jobs of one device in the order in which they were submitted, on a thread of its own.
 

@@ -1,31 +1,14 @@
-"""What an executor counts until all devices of a session are done with a message, and the jobs that count."""
+"""The jobs that tell an executor when all devices of a session are done with a message."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from dtorch_runtime.worker.session import DeviceSession
+from dtorch_runtime.worker.thread import Ticket
 
 _T = TypeVar("_T")
-
-
-class Ticket:
-    """Calls back when the last of several workers is done with a message."""
-
-    def __init__(self, num_workers: int, when_done: Callable[[], None]) -> None:
-        self._lock = threading.Lock()
-        self._num_left = num_workers
-        self._when_done = when_done
-
-    def done(self) -> None:
-        """One of the workers is done."""
-        with self._lock:
-            self._num_left -= 1
-            is_last = self._num_left == 0
-        if is_last:
-            self._when_done()
 
 
 def run_batch(values: DeviceSession, seq: int, words: list[int], ticket: Ticket) -> None:

@@ -1,11 +1,12 @@
-"""Transfers that a device's communication worker carries out while the compute worker goes on with other ops.
+"""What a device's other workers carry out while the compute worker goes on with ops: the communication worker large
+redistributions, the copy worker large values that come from the client or go to it.
 
-Until it is needed, a transfer's result is ``Pending``: no tensor, so that a kernel that gets one raises by itself, and
+Until it is needed, the result is ``Pending``: no tensor, so that a kernel that gets one raises by itself, and
 only then does the compute worker wait (as with ``Poison``). Ops that are not stopped by that, because they write or
 because they are many in one, look for it beforehand. What a transfer still reads is not written to before it has read.
 
 Nothing can lock up. Take the first op of the stream, in the order that all devices have in common, that is not done on
-some device. All before it are done everywhere, so each device that takes part has come to it, on whichever of its two
+some device. All before it are done everywhere, so each device that takes part has come to it, on whichever of its
 workers it runs: a worker waits only for earlier ops (of this device, or for room among what it gave itself earlier).
 So this op ends, and then the next. Which of its workers a device chooses does not matter to the others.
 """
@@ -15,23 +16,67 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic_ns
+from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 
 from dtorch_runtime.errors import ClusterTimeout
-from dtorch_runtime.tape import Tape
+from dtorch_runtime.tape import FETCH, UPLOAD, Tape
 from dtorch_runtime.worker.arguments import Runner
 from dtorch_runtime.worker.blobs import Blob, Blobs, Pending, Poison, UnderWay, storage_of
 from dtorch_runtime.worker.failures import SessionEnded
-from dtorch_runtime.worker.thread import Job, LazyWorker, Worker
+from dtorch_runtime.worker.races import DataRace
+from dtorch_runtime.worker.streams.base import Stream
+from dtorch_runtime.worker.thread import Job, LazyWorker, Ticket, Worker
 from dtorch_runtime.worker.watch import StreamWatch
 
+#: What the workers beside the compute worker are called, in traces too.
+COMMUNICATION: Final = "communication"
+COPY: Final = "copy"
+#: Takes the device's piece of what is read, and gives the one that is made.
+Move: TypeAlias = Callable[[Blob | None], Blob | None]
+#: Makes the poison of an error.
+Fail: TypeAlias = Callable[[Exception], Poison]
 #: Bytes of transfers under way, inputs and results, with which a device starts no further one.
 MAX_BYTES = 256 * 1024 * 1024
-#: A wait gives up when the communication worker has ended no transfer in so many times the deadline of a collective:
+#: A wait gives up when no worker has ended a transfer in so many times the deadline of a collective:
 #: a transfer waits several times, and its own deadlines say more about what is missing.
 _PATIENCE = 10
+
+
+class Side:
+    """A worker beside the compute worker, as one session uses it.
+
+    Args:
+        watch: told what its jobs read and make, while races are looked for.
+    """
+
+    def __init__(self, kind: str, worker: LazyWorker, watch: StreamWatch | None = None) -> None:
+        self.kind = kind
+        self.worker = worker
+        self.watch = watch
+        #: Notes each job, while somebody profiles.
+        self.tape: Tape | None = None
+        self._num_submitted = 0
+        self._num_finished = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all jobs of this session have ended."""
+        return self._num_submitted == self._num_finished
+
+    def submit(self, job: Job) -> None:
+        """As of a worker."""
+        self._num_submitted += 1
+
+        def counted() -> None:
+            try:
+                job()
+            finally:
+                self._num_finished += 1
+
+        self.worker.submit(counted)
 
 
 class Transfers:
@@ -39,82 +84,132 @@ class Transfers:
 
     Args:
         compute: the worker that runs the session's ops.
-        communication: the one that carries transfers out, in the order in which they are started.
+        communication: carries redistributions out, in the order in which they are started.
+        copying: carries copies from and to the host out, in their order.
         timeout_s: the deadline of one wait in a collective.
-        watch: told what transfers read and make, while races are looked for.
+        copy_bytes: from how many bytes on a copy is worth the way to another thread.
     """
 
     def __init__(
-        self,
-        compute: Worker,
-        communication: LazyWorker,
-        timeout_s: float,
-        watch: StreamWatch | None = None,
+        self, compute: Worker, communication: Side, copying: Side, timeout_s: float, copy_bytes: int = 0
     ) -> None:
         self._compute = compute
         self._communication = communication
+        self._copying = copying
+        self._sides = (communication, copying)
         self._timeout_s = timeout_s
-        self._watch = watch
+        self.copy_bytes = copy_bytes
         #: Started and maybe not ended, the oldest first.
         self.under_way: deque[UnderWay] = deque()
         #: Values that are pending. Those that are freed are dropped with their results, here too.
         self.unresolved: WeakValueDictionary[int, Pending] = WeakValueDictionary()
         self._num_bytes = 0
         self.num_started = 0
-        #: Notes each transfer, while somebody profiles.
-        self.tape: Tape | None = None
-        #: Jobs of this session: given to the communication worker, and ended by it.
-        self._num_submitted = 0
-        self._num_finished = 0
 
-    def start(
-        self,
-        pending: Pending,
-        template_id: int,
-        move: Callable[[Blob | None], Blob | None],
-        fail: Callable[[Exception], Poison],
-    ) -> None:
-        """Begin a transfer as soon as what it reads exists, behind those that were started before.
+    def start(self, pending: Pending, template_id: int, move: Move, fail: Fail) -> None:
+        """Begin a redistribution as soon as what it reads exists, behind those that were started before.
 
         Args:
             move: takes the device's piece and gives its new one, or None; for the communication worker.
             fail: makes the poison of an error.
         """
-        transfer = pending.transfer
+        self.num_started += 1
+        self._make(self._communication, pending, template_id, move, fail)
+
+    def copy_in(self, pending: Pending, make: Callable[[], torch.Tensor], fail: Fail) -> None:
+        """Begin to bring a value to the device.
+
+        Args:
+            make: gives it; for the copy worker.
+            fail: makes the poison of an error.
+        """
+        self._make(self._copying, pending, UPLOAD, lambda nothing: make(), fail)
+
+    def copy_out(self, transfer: UnderWay, take: Callable[[Blob | Exception | None], None]) -> None:
+        """Have a value taken to the host behind what makes it, before anything is written to it.
+
+        Args:
+            take: gets the value, or what is there in its place; for the copy worker. Must not raise.
+        """
+        side = self._copying
+
+        def job(value: Blob | Exception | None) -> bool:
+            if side.watch is not None:
+                try:
+                    side.watch.ran("fetch", 0, (value,))
+                except DataRace as race:
+                    value = race
+            take(value)
+            return isinstance(value, Exception)
+
+        self._begin(side, transfer, (FETCH, 0), job)
+
+    def _make(self, side: Side, pending: Pending, what: int, make: Move, fail: Fail) -> None:
+        def job(value: Blob | Exception | None) -> bool:
+            try:
+                if isinstance(value, Exception):
+                    raise value
+                pending.result = make(value)
+                if side.watch is not None:
+                    side.watch.ran(*pending.made_by, (value,), (pending.result,))
+            except SessionEnded as error:
+                pending.result = error
+            except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it
+                pending.result = fail(error)
+            return isinstance(pending.result, Poison | SessionEnded)
+
+        self._begin(side, pending.transfer, (what, pending.made_by[1]), job)
+
+    def _begin(
+        self,
+        side: Side,
+        transfer: UnderWay,
+        span: tuple[int, int],
+        job: Callable[[Blob | Exception | None], bool],
+    ) -> None:
+        """Have a side do something with what a transfer reads.
+
+        Args:
+            span: what it is, and its location, in the lane of the side.
+            job: gives whether it failed; must not raise.
+        """
         self._forget_ended()
         while self.under_way and self._num_bytes + transfer.num_bytes > MAX_BYTES:
             self._await(self.under_way[0])
             self._forget_ended()
         self.under_way.append(transfer)
         self._num_bytes += transfer.num_bytes
-        self.num_started += 1
-        ready, tape, watch = self._compute.stream.record(), self.tape, self._watch
+        ready, tape = self._compute.stream.record(), side.tape
 
-        def job() -> None:
-            stream, start_ns = self._communication.stream, monotonic_ns()
-            try:
-                stream.wait_for(ready)
-                # What is pending was made by an earlier job of this worker.
-                value = transfer.reads.result if isinstance(transfer.reads, Pending) else transfer.reads
-                if isinstance(value, SessionEnded):
-                    raise value
-                if isinstance(value, torch.Tensor):
-                    stream.use(value)
-                pending.result = move(value)
-                if watch is not None:
-                    watch.ran(*pending.made_by, (value,), (pending.result,))
-            except SessionEnded as error:
-                pending.result = error
-            except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it
-                pending.result = fail(error)
+        def run() -> None:
+            stream, start_ns = side.worker.stream, monotonic_ns()
+            stream.wait_for(ready)
+            failed = job(self._read(transfer.reads, stream))
             transfer.point = stream.record()
             transfer.reads = None
             if tape is not None:
-                failed = isinstance(pending.result, Poison | SessionEnded)
-                tape.add(template_id, pending.made_by[1], start_ns, int(failed))
+                tape.add(*span, start_ns, int(failed))
             transfer.done.set()
 
-        self._submit(job)
+        side.submit(run)
+
+    def _read(self, reads: Blob | Pending | None, stream: Stream) -> Blob | Exception | None:
+        """What a transfer reads, on the worker that carries it out; or why there is nothing."""
+        value: Blob | Exception | None
+        if isinstance(reads, Pending):
+            # Made by an earlier job of this worker or, rarely, of the other.
+            try:
+                self._await(reads.transfer)
+            except ClusterTimeout as late:
+                return late
+            assert reads.transfer.point is not None
+            stream.wait_for(reads.transfer.point)
+            value = reads.result
+        else:
+            value = reads
+        if isinstance(value, torch.Tensor):
+            stream.use(value)
+        return value
 
     def resolve(self, blobs: Blobs, value_ids: Iterable[int]) -> bool:
         """Put the values themselves in the place of those that are pending; whether there were any.
@@ -190,52 +285,52 @@ class Transfers:
 
         Raises: as ``resolve``.
         """
-        if self.under_way:
-            self._await(self.under_way[-1])
-            self._forget_ended()
+        for transfer in [*self.under_way]:
+            self._await(transfer)
+        self._forget_ended()
 
-    def stop_trace(self) -> Tape | None:
-        """What was noted of transfers, if there were any; waits for those under way.
+    def start_trace(self, max_spans: int) -> None:
+        """Note each transfer from now on."""
+        for side in self._sides:
+            side.tape = Tape(max_spans)
+
+    def stop_trace(self) -> list[tuple[str, Tape]]:
+        """What was noted, by the kind of the worker, of those that had something to do; waits for them.
 
         Raises: as ``resolve``.
         """
         self.settle()
-        tape, self.tape = self.tape, None
-        return None if tape is None or tape.is_empty else tape
+        found = [(side.kind, side.tape) for side in self._sides if side.tape is not None]
+        for side in self._sides:
+            side.tape = None
+        return [(kind, tape) for kind, tape in found if not tape.is_empty]
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way, and no value pending. For the compute worker, or while it has no job."""
-        return self._num_submitted == self._num_finished and not self.unresolved
+        return all(side.is_idle for side in self._sides) and not self.unresolved
 
     def call_behind(self, job: Job) -> None:
         """Call something behind all transfers that were started: at once when they have ended."""
-        if self._num_submitted == self._num_finished:
+        busy = [side for side in self._sides if not side.is_idle]
+        if not busy:
             job()
-        else:
-            self._submit(job)
-
-    def _submit(self, job: Job) -> None:
-        self._num_submitted += 1
-
-        def counted() -> None:
-            try:
-                job()
-            finally:
-                self._num_finished += 1
-
-        self._communication.submit(counted)
+            return
+        ticket = Ticket(len(busy), job)
+        for side in busy:
+            side.submit(ticket.done)
 
     def _await(self, transfer: UnderWay) -> None:
         while not transfer.done.is_done():
-            before = self._communication.num_finished
+            before = self._num_ended()
             try:
-                transfer.done.wait(
-                    _PATIENCE * self._timeout_s, f"the communication worker to end {transfer.what}"
-                )
+                transfer.done.wait(_PATIENCE * self._timeout_s, f"a worker to end {transfer.what}")
             except ClusterTimeout:
-                if before == self._communication.num_finished:
+                if before == self._num_ended():
                     raise
+
+    def _num_ended(self) -> int:
+        return sum(side.worker.num_finished for side in self._sides)
 
     def _forget_ended(self) -> None:
         while self.under_way and self.under_way[0].done.is_done():

@@ -17,6 +17,7 @@ class SharedUpload:
     """
 
     def __init__(self, tensor: torch.Tensor, num_devices: int) -> None:
+        self.num_bytes = tensor.nbytes
         self._lock = threading.Lock()
         self._tensor: torch.Tensor | None = tensor
         self._num_left = num_devices
@@ -43,7 +44,7 @@ def place(values: DeviceSession, value_id: int, shared: SharedUpload, torch_devi
     if values.session.is_ended:
         shared.take()
     else:
-        values.place(value_id, lambda: shared.take().to(torch_device))
+        values.place(value_id, lambda: shared.take().to(torch_device), shared.num_bytes)
 
 
 def refuse(values: DeviceSession, value_id: int, error: Exception) -> None:

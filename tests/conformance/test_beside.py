@@ -240,6 +240,7 @@ def test_a_fetch_of_what_is_pending_waits_for_it(rig, gate):
 
 def test_a_profile_has_a_lane_for_transfers(rig, gate):
     rows, move, neg = put_rows(rig), gather(rig), both(rig, "aten::neg", Slot(0))
+    rig.get(rig.op(neg, rows), [0])  # what was uploaded has come
     close_the_gate(rig)
     node = rig.node_of(0)
     node.executor.ask(SESSION, 1, StartTrace(100))

@@ -20,7 +20,7 @@ from dtorch_runtime.worker.failures import SessionEnded
 from dtorch_runtime.worker.ledger import CountedBlobs, DeviceTotal, Ledger
 from dtorch_runtime.worker.streams.cpu import CpuEvent, CpuStream
 from dtorch_runtime.worker.thread import LazyWorker, ThreadShare, Worker
-from dtorch_runtime.worker.transfers import Transfers
+from dtorch_runtime.worker.transfers import COMMUNICATION, COPY, Side, Transfers
 
 _WAIT_S = 10.0
 FAILURE = FailureRecord("op", "1:1:1", "aten::neg", 0, 0, "n0", "ValueError", "no", "")
@@ -51,7 +51,11 @@ class Device:
         self.beside = LazyWorker(
             "beside", lambda: Worker("beside", lambda: CpuStream(timeout_s), share, divides=False)
         )
-        self.transfers = Transfers(self.compute, self.beside, timeout_s)
+        self.copying = LazyWorker(
+            "copying", lambda: Worker("copying", lambda: CpuStream(timeout_s), share, divides=False)
+        )
+        sides = Side(COMMUNICATION, self.beside), Side(COPY, self.copying)
+        self.transfers = Transfers(self.compute, *sides, timeout_s)
         self.log: list[str] = []
         self.gates: list[threading.Event] = []
 
@@ -89,6 +93,8 @@ class Device:
         assert self.compute.join(_WAIT_S)
         self.beside.stop()
         assert self.beside.join(_WAIT_S)
+        self.copying.stop()
+        assert self.copying.join(_WAIT_S)
 
 
 @pytest.fixture
