@@ -376,6 +376,9 @@ class _DeviceWriter:
         value = "None"
         if move.is_source:  # what is under way may be moved on, behind what makes it
             value = self._name(read) if is_beside and read in self._pending else self.value(read)
+        if self._watch is not None and not is_beside:
+            begins = self._writer.constant(self._watch.begins)
+            self._line(f"{begins}({REDISTRIBUTE!r}, {step.location_id})")
         function = self._writer.constant(move.start if is_beside else move.now)
         call = f"{function}({value}, {self._id(read)}, {self._id(made)}, {step.location_id})"
         if move.is_target:

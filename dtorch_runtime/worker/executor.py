@@ -117,7 +117,8 @@ class WorkerExecutor:
         self._report = report
         self._host = host or socket.gethostname()
         run_ahead = RunAhead(settings.max_outstanding_bytes, settings.collective_timeout_s)
-        self._exchange = ThreadExchange(settings.collective_timeout_s, run_ahead)
+        self._watch = Watch() if settings.check else None
+        self._exchange = ThreadExchange(settings.collective_timeout_s, run_ahead, self._watch)
         self._network: Network | None = None
         if data_endpoint:
             self._network = ZmqNetwork(
@@ -137,7 +138,6 @@ class WorkerExecutor:
         self._node_of: dict[int, str] = {}
         self._neighbours: set[str] = set()
         self._share = ThreadShare(settings.num_threads, _num_cores())
-        self._watch = Watch() if settings.check else None
         self._redistributor = Redistributor(
             TransferPlanner(node_name, self._local, self._node_of, settings.beside_bytes),
             self._exchange,

@@ -149,6 +149,8 @@ class Transfers:
             try:
                 if isinstance(value, Exception):
                     raise value
+                if side.watch is not None:
+                    side.watch.begins(*pending.made_by)
                 pending.result = make(value)
                 if side.watch is not None:
                     side.watch.ran(*pending.made_by, (value,), (pending.result,))

@@ -16,6 +16,7 @@ from dtorch_runtime.worker.races import Access, Accesses, Clocks, DataRace, Poin
 
 #: Memory is looked through for what was freed when so many more have been seen than were there the last time.
 _SWEEP_AFTER = 1024
+_NO_OP = ("an op", 0)
 
 
 class Watch:
@@ -28,6 +29,7 @@ class Watch:
         #: Of memory that was seen. A weak reference keeps its number from being used again, and not the memory.
         self._seen: dict[int, StorageWeakRef] = {}
         self._sweep_at = _SWEEP_AFTER
+        self._now: dict[str, tuple[str, int]] = {}
 
     @property
     def num_seen(self) -> int:
@@ -64,6 +66,15 @@ class Watch:
         if race is not None:
             raise race
 
+    def begins(self, stream: str, op: str, location_id: int) -> None:
+        """The op that a stream runs now; for ``uses``."""
+        with self._lock:
+            self._now[stream] = (op, location_id)
+
+    def uses(self, stream: str, reads: Iterable[object], writes: Iterable[object]) -> None:
+        """As ``ran``, of the op that has begun: in the middle of it."""
+        self.ran(stream, *self._now.get(stream, _NO_OP), reads, writes)
+
     def _memories(self, blobs: Iterable[object]) -> set[int]:
         found = set()
         for blob in blobs:
@@ -98,6 +109,10 @@ class StreamWatch:
         """What it does next comes after a point of another stream."""
         self._watch.wait_for(self._stream, point)
 
+    def begins(self, op: str, location_id: int) -> None:
+        """What it runs now."""
+        self._watch.begins(self._stream, op, location_id)
+
     def ran(
         self,
         op: str,
@@ -131,6 +146,7 @@ def watched_runner(watch: StreamWatch, record: TemplateRecord, blobs: Blobs, run
     last = first + record.num_outputs
 
     def run(words: list[int], i: int) -> int:
+        watch.begins(op, words[i + 1])
         stop = runner(words, i)
         inputs = [blobs.get(value_id) for value_id in words[i + 2 : i + first]]
         watch.ran(op, words[i + 1], inputs, [blobs.get(n) for n in words[i + first : i + last]], mutates)

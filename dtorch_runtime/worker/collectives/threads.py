@@ -19,7 +19,7 @@ import torch
 
 from dtorch_runtime.errors import ClusterTimeout
 from dtorch_runtime.wire.records import FailureRecord
-from dtorch_runtime.worker.assembly import Index
+from dtorch_runtime.worker.assembly import Index, Recipe
 from dtorch_runtime.worker.blobs import Blob, Poison
 from dtorch_runtime.worker.collectives.base import (
     Group,
@@ -31,7 +31,10 @@ from dtorch_runtime.worker.collectives.base import (
 )
 from dtorch_runtime.worker.collectives.run_ahead import MIN_BYTES, RunAhead
 from dtorch_runtime.worker.collectives.waiting import Listening, Waiter
+from dtorch_runtime.worker.collectives.watched import MeetingWatch
 from dtorch_runtime.worker.failures import SessionEnded
+from dtorch_runtime.worker.races import DataRace
+from dtorch_runtime.worker.watch import Watch
 
 
 @dataclass(eq=False, slots=True)
@@ -49,12 +52,18 @@ class _Meeting:
     waiters: list[Waiter] = field(default_factory=list)
     leavers: list[Waiter] = field(default_factory=list)
     error: Exception | None = None
+    watch: MeetingWatch | None = None
 
 
 class ThreadExchange:
-    """``Exchange`` among threads. Safe to call from any thread."""
+    """``Exchange`` among threads. Safe to call from any thread.
 
-    def __init__(self, timeout_s: float, run_ahead: RunAhead) -> None:
+    Args:
+        watch: told what orders the threads and what they read of one another, while races are looked for.
+    """
+
+    def __init__(self, timeout_s: float, run_ahead: RunAhead, watch: Watch | None = None) -> None:
+        self._watch = watch
         self._timeout_s = timeout_s
         self._run_ahead = run_ahead
         self._lock = threading.Lock()
@@ -106,7 +115,7 @@ class ThreadExchange:
                 waiter = Waiter()
                 meeting.waiters.append(waiter)
         if is_last:
-            results = _build_all(meeting)
+            results = _build_watched(meeting) if meeting.watch is not None else _build_all(meeting)
             with self._lock:
                 meeting.results = results
                 _open_all(meeting.waiters)
@@ -132,9 +141,11 @@ class ThreadExchange:
         if waiter is not None:
             self._wait(key, meeting, waiter, what)
         try:
-            return group.receivers[device].build(meeting.parcels)
+            return _build_one(meeting, group.receivers[device])
         finally:
             with self._lock:
+                if meeting.watch is not None:
+                    meeting.watch.leave()
                 meeting.num_readers -= 1
                 if meeting.num_readers == 0:
                     _open_all(meeting.leavers)
@@ -144,6 +155,8 @@ class ThreadExchange:
                     meeting.leavers.append(leaver)
             if leaver is not None:
                 self._wait(key, meeting, leaver, what)
+            if meeting.watch is not None and device in group.read_by_others:
+                meeting.watch.end()
 
     def _join(self, key: GroupKey, group: Group, device: int, value: Blob | None) -> _Meeting:
         if key.session in self._ended:
@@ -152,11 +165,14 @@ class ThreadExchange:
         if meeting is None:
             num_parcels = len(group.contributors) + len(group.remote)
             meeting = self._meetings[key] = _Meeting(group, num_parcels, len(group.receivers))
+            meeting.watch = MeetingWatch(self._watch) if self._watch is not None else None
             self._expect_remote(key, meeting)
         if device in group.contributors:
             assert value is not None, f"device {device} contributes to {key} without a value"
             meeting.parcels[device, 0] = value
             meeting.num_missing -= 1
+            if meeting.watch is not None:
+                meeting.watch.come()
         return meeting
 
     def _expect_remote(self, key: GroupKey, meeting: _Meeting) -> None:
@@ -177,6 +193,8 @@ class ThreadExchange:
             result = meeting.results.pop(device)
             if not meeting.results:
                 self._meetings.pop(key, None)
+        if meeting.watch is not None:
+            meeting.watch.end()
         if isinstance(result, Exception):
             raise result
         return result
@@ -259,6 +277,32 @@ def _build_all(meeting: _Meeting) -> dict[int, Blob | Exception]:
         else:
             results[device] = _attempt(partial(recipe.build, meeting.parcels))
     return results
+
+
+def _build_watched(meeting: _Meeting) -> dict[int, Blob | Exception]:
+    """The same, told to the race detector."""
+    watch = meeting.watch
+    assert watch is not None
+    watch.begin()
+    results = _build_all(meeting)
+    needs = {name for recipe in meeting.group.receivers.values() for name in recipe.needs}
+    try:
+        watch.use([meeting.parcels[name] for name in needs], results.values())
+    except DataRace as race:
+        results = dict.fromkeys(results, race)
+    watch.leave()
+    return results
+
+
+def _build_one(meeting: _Meeting, recipe: Recipe) -> Blob:
+    """What one receiver builds for itself."""
+    watch = meeting.watch
+    if watch is None:
+        return recipe.build(meeting.parcels)
+    watch.begin()
+    result = recipe.build(meeting.parcels)
+    watch.use([meeting.parcels[name] for name in recipe.needs], (result,))
+    return result
 
 
 def _attempt(make: Callable[[], Blob]) -> Blob | Exception:
