@@ -72,6 +72,7 @@ _HOMES = {
     "call_async": "dtorch.asynchronous",
     "capture": "dtorch.replay.capture",
     "parallelize": "dtorch.parallel",
+    "load": "dtorch.loading",
     "assign_layers_to_stages": "dtorch.parallel.pipeline",
     "profile": "dtorch.insight.profile",
     "explain": "dtorch.insight.explain",
@@ -126,6 +127,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from dtorch.insight.counters import counters as counters
     from dtorch.insight.explain import explain as explain
     from dtorch.insight.profile import profile as profile
+    from dtorch.loading import load as load
     from dtorch.memory import (
         memory_stats as memory_stats,
         reset_peak_memory_stats as reset_peak_memory_stats,

@@ -23,6 +23,8 @@ _WRITE = {
     "num_gpus": "devices_per_node=",
     "num_devices": "devices_per_node=",
     "world_size": "num_nodes= and devices_per_node=",
+    "map_location": "device_mesh= for where the tensors live",
+    "weights_only": "nothing for it: the files hold tensors, and nothing that runs",
     "async_op": "nothing for it: every op is asynchronous, and only a value is waited for",
 }
 

@@ -20,10 +20,9 @@ from typing import Any, BinaryIO, Final
 
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.layout import Box, box_shape, num_elements
+from dtorch_runtime.worker.stored import CHECKED_BYTES, FileFacts, StoredFile
 
 INDEX: Final = "checkpoint.json"
-#: Each so many bytes of a file have a checksum of their own, so that a part can be read and checked.
-CHECKED_BYTES: Final = 1024 * 1024
 _VERSION: Final = 1
 _OURS: Final = re.compile(r"[0-9a-f]{12}-\d+\.safetensors|checkpoint\.json\.[0-9a-f]{12}")
 _FRAME: Final = re.compile(rb'\{"index":(.*),"crc32":"([0-9a-f]{8})"\}\n', re.DOTALL)
@@ -195,7 +194,7 @@ class FileWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPiece:
+class IndexedPiece:
     """Where the elements of a box are."""
 
     file: str
@@ -204,62 +203,33 @@ class StoredPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Indexed:
     """A tensor of a checkpoint: dtype as safetensors files write it, global shape."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[StoredPiece, ...]
+    pieces: tuple[IndexedPiece, ...]
 
 
-class Reader:
-    """Reads a checkpoint, and checks every byte that it reads.
+class Index:
+    """What a checkpoint says of itself: the state, the tensors by name, and the files by theirs.
 
     Raises:
         SettingError: there is no checkpoint, it is of a newer version, or its index is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         index = _read_index(folder)
         self.state: Any = index["state"]
-        self.tensors = {name: _stored(record) for name, record in index["tensors"].items()}
-        self._files: dict[str, dict[str, Any]] = index["files"]
-        #: The part that was checked last: consecutive rows lie in it.
-        self._checked: tuple[str, int, bytes] = ("", -1, b"")
-
-    def read(self, file: str, start: int, stop: int) -> bytearray:
-        """
-        Raises:
-            SettingError: these bytes are not those that were written, or the file is gone.
-        """
-        data = bytearray()
-        for number in range(start // CHECKED_BYTES, -(-stop // CHECKED_BYTES)):
-            part = self._part(file, number)
-            begin = number * CHECKED_BYTES
-            data += part[max(0, start - begin) : stop - begin]
-        return data
-
-    def _part(self, name: str, number: int) -> bytes:
-        if self._checked[:2] == (name, number):
-            return self._checked[2]
-        path, known = self._folder / name, self._files[name]
-        try:
-            with path.open("rb", buffering=0) as file:
-                num_bytes = os.fstat(file.fileno()).st_size
-                file.seek(number * CHECKED_BYTES)
-                part = file.read(CHECKED_BYTES)
-        except OSError as error:
-            raise SettingError(f"{path}, a file of this checkpoint, cannot be read: {error}") from error
-        if num_bytes != known["num_bytes"]:
-            raise SettingError(f"{path} is damaged: it has {num_bytes} bytes, and had {known['num_bytes']}")
-        if zlib.crc32(part) != known["crc32"][number]:
-            raise SettingError(
-                f"{path} is damaged: bytes {number * CHECKED_BYTES} to {number * CHECKED_BYTES + len(part)} are not "
-                f"those that were written (their CRC-32 differs); restore it, or load another checkpoint"
+        self.tensors = {name: _indexed(record) for name, record in index["tensors"].items()}
+        self.files = {
+            name: StoredFile(
+                str(folder.absolute() / name),
+                FileFacts(record["num_bytes"], None),
+                dict(enumerate(record["crc32"])),
             )
-        self._checked = (name, number, part)
-        return part
+            for name, record in index["files"].items()
+        }
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -281,9 +251,9 @@ def _read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _stored(record: dict[str, Any]) -> Stored:
+def _indexed(record: dict[str, Any]) -> Indexed:
     pieces = tuple(
-        StoredPiece(p["file"], p["start"], tuple((low, high) for low, high in p["box"]))
+        IndexedPiece(p["file"], p["start"], tuple((low, high) for low, high in p["box"]))
         for p in record["pieces"]
     )
-    return Stored(record["dtype"], tuple(record["shape"]), pieces)
+    return Indexed(record["dtype"], tuple(record["shape"]), pieces)

@@ -1,29 +1,24 @@
-"""``load``: a checkpoint onto any mesh; each device is sent the rows that it holds."""
+"""``load``: a checkpoint onto any mesh; each device gets the rows that it holds."""
 
 from __future__ import annotations
 
-import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from dtorch.checkpoint.files import Reader, Stored
+from dtorch.checkpoint.files import INDEX, Index
 from dtorch.checkpoint.tree import unpacked
-from dtorch.graph import Graph
-from dtorch.issue import upload_boxes
-from dtorch.location import capture
-from dtorch.parallel.weights import BLOCK_BYTES, DTYPES
-from dtorch.spec import intern_spec
+from dtorch.parallel.upload import upload
+from dtorch.parallel.weights import DTYPES, Checkpoint, Sources, StoredTensor
 from dtorch.tensors import Tensor
-from dtorch.values import cut
 from dtorch_runtime.errors import SettingError
-from dtorch_runtime.ir.layout import Box, Layout, box_shape, intersect, relative
 from dtorch_runtime.ir.placement import Partial, Replicate
+from dtorch_runtime.worker.file_kernels import StoredPiece
 
 #: Puts one thing in its place; called when everything was found to fit.
 _Fill: TypeAlias = Callable[[], object]
@@ -45,11 +40,11 @@ def load(path: str | os.PathLike[str], into: Any = None) -> Any:
             lacks something, or has it with another shape or dtype. What does not fit is found before anything changes.
         MeshError, ControllerLost, SessionClosed: as for every op.
     """
-    reader = Reader(Path(path))
+    stored = read_index(Path(path))
     if into is None:
-        return unpacked(reader.state, lambda name, _: _whole(reader, reader.tensors[name]))
-    loading = _Loading(reader)
-    result = loading.fit(reader.state, into, ())
+        return unpacked(stored.state, lambda name, _: stored.tensors[name].whole())
+    loading = _Loading(stored)
+    result = loading.fit(stored.state, into, ())
     with torch.no_grad():
         for fill in loading.fills:
             fill()
@@ -59,8 +54,8 @@ def load(path: str | os.PathLike[str], into: Any = None) -> Any:
 class _Loading:
     """Compares a checkpoint with what it is loaded into, and notes what is to be done."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, stored: StoredState) -> None:
+        self._stored = stored
         self.fills: list[_Fill] = []
 
     def fit(self, node: Any, into: Any, path: tuple[Any, ...]) -> Any:
@@ -75,7 +70,7 @@ class _Loading:
         elif isinstance(into, torch.optim.Optimizer):
             self._fit_optimizer(node, into, path)
         elif hasattr(into, "load_state_dict"):
-            state = unpacked(node, lambda name, _: _whole(self._reader, self._reader.tensors[name]))
+            state = unpacked(node, lambda name, _: self._stored.tensors[name].whole())
             self.fills.append(lambda: into.load_state_dict(state))
         elif isinstance(into, Mapping):
             known = self._dict(node, into, path)
@@ -89,7 +84,7 @@ class _Loading:
                 raise _misfit(path, f"has something else than a {type(into).__name__} of {len(into)}")
             return type(into)(self.fit(items[i], value, (*path, i)) for i, value in enumerate(into))
         else:
-            return unpacked(node, lambda name, _: _whole(self._reader, self._reader.tensors[name]))
+            return unpacked(node, lambda name, _: self._stored.tensors[name].whole())
         return into
 
     def _dict(self, node: Any, into: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
@@ -100,21 +95,21 @@ class _Loading:
     def _fit_tensor(self, node: Any, into: torch.Tensor, path: tuple[Any, ...]) -> None:
         if not isinstance(node, dict) or "tensor" not in node:
             raise _misfit(path, "has no tensor there")
-        stored = self._reader.tensors[node["tensor"]]
+        stored = self._stored.tensors[node["tensor"]]
         if stored.shape != tuple(into.shape):
             raise _misfit(
                 path, f"has shape {list(stored.shape)}, and a tensor of {list(into.shape)} was given"
             )
-        if DTYPES[stored.dtype] != into.dtype:
+        if stored.dtype != into.dtype:
             raise _misfit(
                 path,
-                f"has dtype {DTYPES[stored.dtype]}, and a tensor of {into.dtype} was given; convert the model first: "
-                f"model.to({DTYPES[stored.dtype]})",
+                f"has dtype {stored.dtype}, and a tensor of {into.dtype} was given; convert the model first: "
+                f"model.to({stored.dtype})",
             )
         if isinstance(into, Tensor):
-            self.fills.append(lambda: into.copy_(_placed(self._reader, stored, into)))
+            self.fills.append(lambda: into.copy_(_placed(stored, into)))
         else:
-            self.fills.append(lambda: into.copy_(_whole(self._reader, stored)))
+            self.fills.append(lambda: into.copy_(stored.whole()))
 
     def _fit_module(self, node: Any, into: nn.Module, path: tuple[Any, ...]) -> None:
         known, wanted = self._dict(node, into, path), into.state_dict()
@@ -145,11 +140,11 @@ class _Loading:
         by_number = dict(zip(numbers, parameters, strict=True))
 
         def tensor(name: str, inner: tuple[Any, ...]) -> torch.Tensor:
-            stored = self._reader.tensors[name]
+            stored = self._stored.tensors[name]
             parameter = by_number.get(inner[1]) if inner[0] == "state" else None
             if isinstance(parameter, Tensor) and inner[2:] != ("step",) and stored.shape == parameter.shape:
-                return _placed(self._reader, stored, parameter)
-            return _whole(self._reader, stored)
+                return _placed(stored, parameter)
+            return stored.whole()
 
         self.fills.append(lambda: into.load_state_dict(unpacked(node, tensor)))
 
@@ -169,52 +164,48 @@ def _misfit(path: tuple[Any, ...], what: str) -> SettingError:
 # ---- values ----
 
 
-def _placed(reader: Reader, stored: Stored, like: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """What a checkpoint holds: the state as ``tree`` packs it, and its tensors by name."""
+
+    state: Any
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_stored(path: Path) -> StoredState:
+    """What is at ``path``: a checkpoint, or safetensors files.
+
+    Raises:
+        SettingError: neither, or it is damaged.
+    """
+    if (path / INDEX).exists():
+        return read_index(path)
+    weights = Checkpoint(path)
+    return StoredState({"dict": [[name, {"tensor": name}] for name in weights.tensors]}, weights.tensors)
+
+
+def read_index(folder: Path) -> StoredState:
+    """
+    Raises:
+        SettingError: there is no checkpoint, it is of a newer version, or its index is damaged.
+    """
+    index = Index(folder)
+    sources = Sources({file.path: file for file in index.files.values()})
+    tensors = {
+        name: StoredTensor(
+            name,
+            found.shape,
+            DTYPES[found.dtype],
+            tuple(StoredPiece(index.files[piece.file], piece.start, piece.box) for piece in found.pieces),
+            sources,
+        )
+        for name, found in index.tensors.items()
+    }
+    return StoredState(index.state, tensors)
+
+
+def _placed(stored: StoredTensor, like: Tensor) -> Tensor:
     """A stored tensor on the mesh of another and cut as that is, without ever being whole in this process."""
     whole = tuple(Replicate() if isinstance(p, Partial) else p for p in like.placements)
-    spec = intern_spec(stored.shape, DTYPES[stored.dtype], Layout(like.device_mesh, whole))
-    made: Tensor = upload_boxes(
-        Tensor,
-        Graph.default_graph(),
-        spec,
-        lambda box: _blocks(reader, stored, box),
-        "dtorch.checkpoint.load",
-        capture(sys._getframe(1)),
-    )
+    made = upload(stored, like.device_mesh, whole, read_by="client")
     return made if whole == like.placements else made.redistribute(placements=like.placements)
-
-
-def _whole(reader: Reader, stored: Stored) -> torch.Tensor:
-    blocks = list(_blocks(reader, stored, tuple((0, size) for size in stored.shape)))
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-
-
-def _blocks(reader: Reader, stored: Stored, box: Box) -> Iterator[torch.Tensor]:
-    """The elements of ``box`` in row-major order, as contiguous tensors of whole rows of about ``BLOCK_BYTES``."""
-    dtype = DTYPES[stored.dtype]
-    if not box:
-        yield _read(reader, stored, box, dtype)
-        return
-    row_bytes = max(1, dtype.itemsize * math.prod(box_shape(box[1:])))
-    num_rows = max(1, BLOCK_BYTES // row_bytes)
-    first, last = box[0]
-    for start in range(first, max(last, first + 1), num_rows):
-        yield _read(reader, stored, ((start, min(start + num_rows, last)), *box[1:]), dtype)
-
-
-def _read(reader: Reader, stored: Stored, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(box_shape(box), dtype=dtype, device="cpu")
-    for piece in stored.pieces:
-        common = intersect(box, piece.box)
-        if common is None:
-            continue
-        inner = relative(common, piece.box)
-        shape = box_shape(piece.box)
-        # Whole rows of the piece lie one behind the other in the file.
-        low, high = inner[0] if inner else (0, 1)
-        row_bytes = dtype.itemsize * math.prod(shape[1:])
-        data = reader.read(piece.file, piece.start + low * row_bytes, piece.start + high * row_bytes)
-        rows = torch.frombuffer(data, dtype=dtype).view((high - low, *shape[1:]) if shape else ())
-        part = cut(rows, ((0, high - low), *inner[1:])) if inner else rows
-        cut(out, relative(common, box)).copy_(part)
-    return out

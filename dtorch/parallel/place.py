@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dtorch.factory import from_torch
+from dtorch.graph import Graph
 from dtorch.parallel.tp_plan import ModulePlan
-from dtorch.parallel.upload import upload
+from dtorch.parallel.upload import finish_reading, upload
 from dtorch.parallel.weights import Checkpoint, StoredTensor
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import SettingError
@@ -130,12 +131,18 @@ def check_sources(homes: Sequence[Home]) -> None:
 
 
 def place(homes: Sequence[Home], on_progress: Progress | None = None) -> None:
-    """Put every tensor on its mesh, each device receiving its part only."""
+    """Put every tensor on its mesh, each device receiving its part only.
+
+    Raises:
+        SettingError: a file could not be read.
+    """
     for home in homes:
         value = _placed(home)
         home.fill(value)
         if on_progress is not None:
             on_progress(home.names[0], value.numel())
+    if any(home.stored is not None for home in homes):
+        finish_reading(Graph.default_graph())
 
 
 def _placed(home: Home) -> Tensor:

@@ -1,22 +1,25 @@
-"""Weights from safetensors files, a few rows at a time, so that no whole tensor is ever in the client's memory."""
+"""Tensors in safetensors files, of which only a few rows are ever in the client's memory."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from dtorch_runtime.errors import SettingError
-from dtorch_runtime.ir.layout import Box, box_shape
+from dtorch_runtime.ir.layout import Box, box_shape, num_elements
+from dtorch_runtime.worker.file_kernels import StoredPiece, read_box
+from dtorch_runtime.worker.stored import FileFacts, StoredError, StoredFile, read_header
 
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
 #: Rows are read in blocks of about this size.
 BLOCK_BYTES: Final = 4 * 1024 * 1024
 
@@ -26,8 +29,11 @@ DTYPES: Final = {
     "U8": torch.uint8,
     "I8": torch.int8,
     "I16": torch.int16,
+    "U16": torch.uint16,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "I64": torch.int64,
+    "U64": torch.uint64,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -37,41 +43,61 @@ DTYPES: Final = {
 }
 
 
+@dataclass(slots=True, eq=False)
+class Sources:
+    """The files of one checkpoint, by path, and what is known of who can read them: ``upload`` keeps it."""
+
+    files: Mapping[str, StoredFile]
+    #: Session and node -> path -> why the node cannot read it.
+    unseen: dict[tuple[int, str], Mapping[str, str]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in a safetensors file: global shape and dtype as stored."""
+    """A tensor in files: global shape, dtype as stored, and where its elements are."""
 
-    file: Path
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    pieces: tuple[StoredPiece, ...]
+    sources: Sources = field(repr=False)
+
+    @property
+    def file(self) -> Path:
+        """The first that has elements of it."""
+        return Path(self.pieces[0].file.path if self.pieces else next(iter(self.sources.files)))
 
     def blocks(self, box: Box, block_bytes: int = BLOCK_BYTES) -> Iterator[torch.Tensor]:
         """The elements of ``box`` in row-major order, as contiguous tensors of whole rows of about ``block_bytes``.
 
-        The file is opened for each block and closed behind it: pages of a mapping that stays open count as the
-        client's memory until the whole file has passed through it.
+        Raises:
+            SettingError: a file is not what it was, or cannot be read.
         """
         if not box:
             yield self._read(())
             return
-        shape = box_shape(box)
-        num_rows = shape[0]
-        row_bytes = max(1, self.dtype.itemsize * math.prod(shape[1:]))
-        rows_per_block = max(1, block_bytes // row_bytes)
-        first = box[0][0]
-        for start in range(first, first + num_rows, rows_per_block):
-            stop = min(start + rows_per_block, first + num_rows)
-            yield self._read((slice(start, stop), *(slice(low, high) for low, high in box[1:])))
+        row_bytes = max(1, self.dtype.itemsize * math.prod(box_shape(box[1:])))
+        num_rows = max(1, block_bytes // row_bytes)
+        first, last = box[0]
+        for start in range(first, last, num_rows):
+            yield self._read(((start, min(start + num_rows, last)), *box[1:]))
 
-    def _read(self, index: tuple[slice, ...]) -> torch.Tensor:
-        from safetensors import safe_open  # only models need it; `import dtorch` works without
+    def whole(self) -> torch.Tensor:
+        """All of it, on the CPU.
 
-        with safe_open(str(self.file), framework="pt", device="cpu") as handle:
-            if not index:
-                return torch.Tensor(handle.get_tensor(self.name)).clone()
-            block: torch.Tensor = handle.get_slice(self.name)[index]
-            return block.clone(memory_format=torch.contiguous_format)
+        Raises:
+            SettingError: as ``blocks``.
+        """
+        return self._read(tuple((0, size) for size in self.shape))
+
+    def _read(self, box: Box) -> torch.Tensor:
+        out = torch.empty(box_shape(box), dtype=self.dtype, device="cpu")
+        try:
+            if out.numel():
+                read_box(out, box, self.pieces)
+        except StoredError as error:
+            raise SettingError(str(error)) from error
+        return out
 
 
 class Checkpoint:
@@ -86,16 +112,25 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.tensors: dict[str, StoredTensor] = {}
+        files: dict[str, StoredFile] = {}
+        sources = Sources(files)
         for file in _files(self.path):
-            self.tensors.update(_read_header(file))
+            self.tensors.update(_read_file(file.absolute(), files, sources))
 
     def find(self, names: Sequence[str], prefix: str = "") -> StoredTensor | None:
-        """The tensor stored under the first of ``names`` that exists, with or without the base model's prefix."""
-        for name in names:
-            for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-                if candidate in self.tensors:
-                    return self.tensors[candidate]
-        return None
+        """As ``find_stored``, among the tensors of these files."""
+        return find_stored(self.tensors, names, prefix)
+
+
+def find_stored(
+    tensors: Mapping[str, StoredTensor], names: Sequence[str], prefix: str = ""
+) -> StoredTensor | None:
+    """The tensor stored under the first of ``names`` that exists, with or without the base model's prefix."""
+    for name in names:
+        for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+            if candidate in tensors:
+                return tensors[candidate]
+    return None
 
 
 def _files(path: Path) -> list[Path]:
@@ -103,15 +138,15 @@ def _files(path: Path) -> list[Path]:
         return _indexed(path) if path.suffix == ".json" else [path]
     if not path.is_dir():
         raise SettingError(f"checkpoint={str(path)!r} does not exist; give a safetensors file or its folder")
-    if (path / _INDEX).is_file():
-        return _indexed(path / _INDEX)
-    if (path / _SINGLE).is_file():
-        return [path / _SINGLE]
+    if (path / INDEX).is_file():
+        return _indexed(path / INDEX)
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
     found = sorted(path.glob("*.safetensors"))
     if len(found) == 1:
         return found
     raise SettingError(
-        f"checkpoint={str(path)!r} holds {len(found) or 'no'} safetensors files and no {_INDEX}; "
+        f"checkpoint={str(path)!r} holds {len(found) or 'no'} safetensors files and no {INDEX}; "
         + ("name the file" if found else f"it lists {sorted(p.name for p in path.iterdir())[:8]}")
     )
 
@@ -127,15 +162,33 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    from safetensors import SafetensorError, safe_open
-
+def _read_file(
+    path: Path, files: dict[str, StoredFile], sources: Sources
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors that a header names; the file is noted among ``files``."""
     try:
-        with safe_open(str(file), framework="pt", device="cpu") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118, not a mapping
-            return {
-                name: StoredTensor(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
-                for name, view in slices.items()
-            }
-    except (SafetensorError, KeyError, OSError) as error:
-        raise SettingError(f"{file} is not a safetensors file that can be read: {error!r}") from error
+        num_bytes = path.stat().st_size
+        header = read_header(str(path))
+        file = StoredFile(str(path), FileFacts(num_bytes, zlib.crc32(header)))
+        records: dict[str, dict[str, Any]] = json.loads(header)
+        records.pop("__metadata__", None)
+        found = [_stored(name, record, file, 8 + len(header), sources) for name, record in records.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingError(f"{path} is not a safetensors file that can be read: {error!r}") from error
+    files[file.path] = file
+    for stored in found:
+        yield stored.name, stored
+
+
+def _stored(
+    name: str, record: Mapping[str, Any], file: StoredFile, begin: int, sources: Sources
+) -> StoredTensor:
+    shape = tuple(int(size) for size in record["shape"])
+    dtype = DTYPES[record["dtype"]]
+    low, high = record["data_offsets"]
+    if not 0 <= low <= high <= file.facts.num_bytes - begin:
+        raise ValueError(f"the elements of {name} are not in the file")
+    if high - low != num_elements(shape) * dtype.itemsize:
+        raise ValueError(f"{name} has {high - low} bytes, and {dtype}{list(shape)} has another number")
+    pieces = (StoredPiece(file, begin + low, tuple((0, size) for size in shape)),) if high > low else ()
+    return StoredTensor(name, shape, dtype, pieces, sources)

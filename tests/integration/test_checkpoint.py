@@ -217,7 +217,7 @@ def test_other_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=rf"{file.name} is damaged: it has {len(data) - 1} bytes"):
         checkpoint.load(tmp_path)
     file.unlink()
-    with pytest.raises(SettingError, match=rf"{file.name}, a file of this checkpoint"):
+    with pytest.raises(SettingError, match=rf"{file.name} cannot be read"):
         checkpoint.load(tmp_path)
     with pytest.raises(SettingError, match="holds no checkpoint"):
         checkpoint.load(tmp_path / "elsewhere")

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import dtorch.checkpoint as checkpoint
-from dtorch.checkpoint.files import CHECKED_BYTES, Entry, Reader
-from dtorch.checkpoint.loading import _blocks
+from dtorch.checkpoint.files import Entry
+from dtorch.checkpoint.loading import read_index
 from dtorch.checkpoint.saving import _arriving, _Piece
+from dtorch_runtime.worker.stored import CHECKED_BYTES, OpenFile
 
 
 def test_few_pieces_are_on_their_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,18 +43,17 @@ def test_only_the_rows_of_a_device_are_read(tmp_path: Path, monkeypatch: pytest.
     rows, columns = 4096, 1024
     whole = torch.arange(float(rows * columns)).view(rows, columns)
     checkpoint.save(tmp_path, whole)
-    reader = Reader(tmp_path)
     read: list[int] = []
-    part = Reader._part
+    part = OpenFile._part
 
-    def counted(self: Reader, name: str, number: int) -> bytes:
+    def counted(self: OpenFile, number: int) -> bytes:
         read.append(number)
-        return part(self, name, number)
+        return part(self, number)
 
-    monkeypatch.setattr(Reader, "_part", counted)
-    [stored] = reader.tensors.values()
+    monkeypatch.setattr(OpenFile, "_part", counted)
+    [stored] = read_index(tmp_path).tensors.values()
     box = ((1024, 2048), (256, 512))
-    found = torch.cat(list(_blocks(reader, stored, box)))
+    found = torch.cat(list(stored.blocks(box)))
     assert torch.equal(found, whole[1024:2048, 256:512])
     assert len(set(read)) * CHECKED_BYTES <= whole.nbytes // 4 + CHECKED_BYTES
 
