@@ -14,6 +14,7 @@ from dtorch.parallel.buffers import restore_buffers
 from dtorch.parallel.facts import auto_plan, base_prefix, collect_facts
 from dtorch.parallel.hooks import add_entry_hooks, add_gradient_hook, add_module_hooks
 from dtorch.parallel.place import Progress, check_sources, collect_homes, find_stored, place
+from dtorch.parallel.sequence import add_sequence_hooks, check_sequence
 from dtorch.parallel.stage_hooks import add_stage_hooks
 from dtorch.parallel.stages import plan_stages
 from dtorch.parallel.tp_plan import Plan, check_mesh, plan_modules
@@ -35,13 +36,14 @@ def parallelize(
     """Put the weights of ``model`` on ``mesh`` and make it run there; the code that calls it stays as it is.
 
     On the ``tp`` axis Linear and Embedding weights are cut as ``plan`` says and the rest is replicated; on the
-    ``dp`` axis inputs are split by batch; along the ``pp`` axis layers are shared out, and activations go from stage
-    to stage. Cuts fall between groups of query heads that share a key/value head.
+    ``dp`` axis inputs are split by batch, on ``ulysses_cp`` and ``ring_cp`` by sequence; along the ``pp`` axis layers
+    are shared out, and activations go from stage to stage. Cuts fall between groups of query heads that share a
+    key/value head.
 
     Args:
         model: changed in place. Its weights may be on the CPU, where each is released once it is placed, or on
             ``"meta"`` or ``"dtorch"`` with ``checkpoint`` to say what they are.
-        mesh: axes named ``dp``, ``tp`` or ``pp``, any of them.
+        mesh: axes named ``dp``, ``tp``, ``pp``, ``ulysses_cp`` or ``ring_cp``, any of them.
         plan: ``"auto"`` reads the plan that a Hugging Face model carries. Otherwise a dict from patterns of module
             names (``"layers.*.mlp.up_proj"``) to a style of ``dtorch.parallel.tp_plan`` or to the placements of
             the weight, one for each mesh axis. Modules that it does not name are replicated.
@@ -55,8 +57,9 @@ def parallelize(
         MeshError: axes without names, axes with others, or devices that the cluster does not have.
         SettingError: a pattern that matches nothing, a style that does not exist or does not fit, a checkpoint that
             lacks weights or has them in another shape, more stages than layers, or a model that is already parallel.
-        PlacementError: placements that do not fit the mesh or the weight.
-        UnsupportedError: ``"auto"`` for a model that carries no plan, or a buffer whose values cannot be made again.
+        PlacementError: placements that do not fit the mesh or the weight, or heads that ``ulysses_cp`` cannot cut.
+        UnsupportedError: ``"auto"`` for a model that carries no plan, a buffer whose values cannot be made again, or
+            an encoder with a decoder on an axis for sequences.
     """
     _check(model, mesh)
     if plan != "auto" and not isinstance(plan, Mapping):
@@ -66,6 +69,7 @@ def parallelize(
         )
     facts = collect_facts(model)
     prefix = base_prefix(model)
+    check_sequence(model, mesh)
     stages = plan_stages(model, mesh)
     first, last = stages.meshes[0], stages.meshes[stages.end]
     plans = plan_modules(facts, auto_plan(model, facts) if plan == "auto" else plan, first, prefix)
@@ -83,6 +87,7 @@ def parallelize(
     for parameter in model.parameters():
         add_gradient_hook(parameter)
     add_entry_hooks(model, first, last)
+    add_sequence_hooks(model, first)
     add_stage_hooks(model, stages)
     object.__setattr__(model, "dtorch_mesh", mesh)
     return model

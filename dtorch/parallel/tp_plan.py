@@ -33,7 +33,7 @@ DP_AXIS: Final = "dp"
 TP_AXIS: Final = "tp"
 PP_AXIS: Final = "pp"
 #: The axes that ``parallelize`` knows what to do with.
-AXES: Final = (DP_AXIS, TP_AXIS, PP_AXIS)
+AXES: Final = (DP_AXIS, TP_AXIS, PP_AXIS, "ulysses_cp", "ulysess_cp", "ring_cp")
 
 Style: TypeAlias = Literal[
     "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "embedding_rowwise", "replicate"
