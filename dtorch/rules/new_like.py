@@ -14,7 +14,8 @@ from dtorch.rules.random import whole_where_partial
 from dtorch.rules.registry import register
 from dtorch.rules.whole import plan_same_op, plan_whole, replicated
 from dtorch.shapes import Metas, TensorMeta, is_dense, preserved_stride, register_shape
-from dtorch.spec import contiguous_stride, intern_spec
+from dtorch.spec import Spec, contiguous_stride, intern_spec
+from dtorch_runtime.ir.placement import Shard
 from dtorch_runtime.wire.records import DeviceArg, ListArg
 
 
@@ -22,7 +23,7 @@ from dtorch_runtime.wire.records import DeviceArg, ListArg
 class LikeRule:
     """The new tensor is placed as the given one, whole where that is partial (its values do not matter).
 
-    One of another shape (``sized``) is replicated.
+    One of another shape (``sized``) is too, where the dims that are cut have the same sizes; else it is replicated.
     """
 
     sized: bool = False
@@ -37,14 +38,20 @@ class LikeRule:
         layout = whole_where_partial(spec.layout)
         replace: dict[str, Any] = {"device": DeviceArg()} if call.get("device") is not None else {}
         if self.sized:
-            if meta.shape != spec.shape:
+            if not _has_cut_dims(spec, meta.shape):
                 layout = replicated(spec.layout.mesh)
             replace["size"] = local_shape(meta.shape, layout)
         return plan_same_op(call, metas, [layout], replace=replace)
 
     def signatures(self, call: Call) -> list[str]:
         """Any placement will do."""
-        return ["self: any -> as self, R where self is P" + (" or the size differs" if self.sized else "")]
+        return ["self: any -> as self, R where self is P" + (" or a cut dim differs" if self.sized else "")]
+
+
+def _has_cut_dims(spec: Spec, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape can be cut as ``spec`` is, at the same places."""
+    cut = [p.dim for p in spec.layout.placements if isinstance(p, Shard)]
+    return not cut or (len(shape) == len(spec.shape) and all(shape[dim] == spec.shape[dim] for dim in cut))
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,26 @@ def test_new_tensors_with_strides(placement: Placement, stride: tuple[int, int])
         assert min(piece.shape) < 2 or (piece.stride(0) > piece.stride(1)) == (stride == (5, 1))
 
 
+@pytest.mark.parametrize(
+    ("placement", "size", "want"),
+    [
+        (Shard(0), [4, 7], Shard(0)),
+        (Shard(0, unit=2), [4, 1], Shard(0, unit=2)),
+        (Shard(0), [5, 5], Replicate()),
+        (Shard(1), [4, 7], Replicate()),
+        (Shard(0), [4], Replicate()),
+        (Partial(), [4, 7], Replicate()),
+    ],
+)
+def test_a_new_tensor_is_cut_where_sizes_are_the_same(
+    placement: Placement, size: list[int], want: Placement
+) -> None:
+    x = shard(torch.randn(4, 5), THREE, [placement])
+    new = run(aten.new_full.default, x, size, 2.0)
+    assert new.layout.placements == (want,)
+    torch.testing.assert_close(gather(new), torch.full(size, 2.0))
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()])
 def test_a_new_tensor_of_another_size_is_whole(placement: Placement) -> None:
     x = shard(torch.randn(4, 5), THREE, [placement])
