@@ -13,6 +13,7 @@ import torch
 from dtorch_runtime.worker import (  # noqa: F401  register their kernels
     attention_kernels as _attention_kernels,
     bucket_kernels as _bucket_kernels,
+    expert_kernels as _expert_kernels,
     file_kernels as _file_kernels,
     nn_kernels as _nn_kernels,
     piece_kernels as _piece_kernels,

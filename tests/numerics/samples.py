@@ -11,6 +11,7 @@ from dtorch.rules.equation import Signature
 from tests.support.rule_checks import Sample
 
 aten = torch.ops.aten
+dtorch_ops = torch.ops.dtorch
 _generator = torch.Generator().manual_seed(1)
 
 
@@ -356,4 +357,14 @@ FOREACH = [
     call(aten._foreach_div_.ScalarList, [real(3, 4), real(5)], [2.0, 3.0]),
     call(aten._foreach_copy_.default, [real(3, 4)], [real(3, 4)]),
 ]
-ALL = [*MATMUL, *POINTWISE, *VIEW, *REDUCE, *INDEX, *NN, *ATTENTION, *FOREACH]
+EXPERTS = [
+    call(dtorch_ops.expert_linear.default, real(7, 4), real(5, 3, 4), whole_numbers(5, 7)),
+    call(
+        dtorch_ops.expert_linear_backward.default,
+        real(7, 3),
+        real(7, 4),
+        whole_numbers(5, 7),
+        real(5, 3, 4),
+    ),
+]
+ALL = [*MATMUL, *POINTWISE, *VIEW, *REDUCE, *INDEX, *NN, *ATTENTION, *FOREACH, *EXPERTS]
