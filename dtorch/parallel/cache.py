@@ -1,19 +1,20 @@
-"""A key/value cache of fixed size for a model on a mesh, so that every decoded token is the same call."""
+"""Key/value caches of models on a mesh: a cache of fixed size, and caches that transformers makes by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from dtorch.factory import zeros
-from dtorch.parallel.tp_plan import has_ranks
+from dtorch.parallel.tp_plan import DP_AXIS, has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import UnsupportedError
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Placement, Replicate, Shard
+from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
 
 
 def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> Any:
@@ -76,3 +77,58 @@ def _meshes_of_layers(model: nn.Module) -> Iterator[tuple[int, DeviceMesh]]:
         parameter: Any = next(module.parameters(), None)
         if isinstance(number, int) and isinstance(parameter, Tensor):
             yield number, parameter.device_mesh
+
+
+def place_caches(values: Iterable[Any]) -> None:
+    """Prepare the caches among a model's arguments for a step.
+
+    A beam search picks rows that other devices have, which leaves partial sums: they are reduced. Layers of fixed size
+    that are still to be made will be made where keys and values of the model are.
+    """
+    for layer in _layers(values):
+        if getattr(layer, "is_initialized", False):
+            layer.keys, layer.values = _reduced(layer.keys), _reduced(layer.values)
+        elif hasattr(layer, "max_cache_len"):
+            layer.lazy_initialization = types.MethodType(_make_where_keys_are, layer)
+
+
+def _layers(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        inner = [getattr(value, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+        if any(part is not None for part in inner):
+            yield from _layers(inner)
+        elif hasattr(value, "layers") and hasattr(value, "update") and not isinstance(value, nn.Module):
+            yield from value.layers
+
+
+def _reduced(states: Any) -> Any:
+    if not isinstance(states, Tensor) or not any(isinstance(p, Partial) for p in states.placements):
+        return states
+    names = states.device_mesh.mesh_dim_names or ("",) * states.device_mesh.ndim
+    return states.redistribute(
+        placements=[
+            p if not isinstance(p, Partial) else Shard(0) if name == DP_AXIS else Replicate()
+            for name, p in zip(names, states.placements, strict=True)
+        ]
+    )
+
+
+def _make_where_keys_are(layer: Any, key_states: Any, value_states: Any) -> None:
+    """``lazy_initialization`` of a layer of fixed size. Nowhere is more made than what stays there."""
+    length = layer.max_cache_len
+    layer.max_cache_len = 0
+    try:
+        type(layer).lazy_initialization(layer, key_states, value_states)
+    finally:
+        layer.max_cache_len = length
+    layer.keys, layer.values = (
+        zeros(
+            *states.shape[:2],
+            length,
+            states.shape[-1],
+            dtype=states.dtype,
+            device_mesh=states.device_mesh,
+            placements=states.placements,
+        )
+        for states in (key_states, value_states)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -11,13 +11,14 @@ from torch import nn
 
 from dtorch.graph import Graph
 from dtorch.parallel.buffers import restore_buffers
-from dtorch.parallel.facts import auto_plan, base_prefix, collect_facts
-from dtorch.parallel.hooks import add_entry_hooks, add_gradient_hook, add_module_hooks
+from dtorch.parallel.experts import is_experts, run_on_mesh
+from dtorch.parallel.facts import AutoPlan, auto_plan, base_prefix, collect_facts
+from dtorch.parallel.hooks import add_entry_hooks, add_gradient_hook, add_module_hooks, generate_on
 from dtorch.parallel.place import Progress, check_sources, collect_homes, find_stored, place
 from dtorch.parallel.sequence import add_sequence_hooks, check_sequence
 from dtorch.parallel.stage_hooks import add_stage_hooks
 from dtorch.parallel.stages import plan_stages
-from dtorch.parallel.tp_plan import Plan, check_mesh, plan_modules
+from dtorch.parallel.tp_plan import TP_AXIS, ModuleFacts, Plan, check_mesh, has_ranks, plan_modules
 from dtorch.parallel.weights import Checkpoint
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -70,9 +71,10 @@ def parallelize(
     facts = collect_facts(model)
     prefix = base_prefix(model)
     check_sequence(model, mesh)
+    chosen = _choose(model, mesh, facts, plan)
     stages = plan_stages(model, mesh)
     first, last = stages.meshes[0], stages.meshes[stages.end]
-    plans = plan_modules(facts, auto_plan(model, facts) if plan == "auto" else plan, first, prefix)
+    plans = plan_modules(facts, chosen.plan, first, prefix)
     source = None if checkpoint is None else Checkpoint(checkpoint)
     with torch.no_grad(), Graph.default_graph().device_mesh_guard(mesh):
         restore_buffers(model)
@@ -84,13 +86,26 @@ def parallelize(
     for name, module in model.named_modules():
         if name in plans:
             add_module_hooks(module, plans[name])
+        if is_experts(module):
+            run_on_mesh(module)
     for parameter in model.parameters():
         add_gradient_hook(parameter)
     add_entry_hooks(model, first, last)
     add_sequence_hooks(model, first)
     add_stage_hooks(model, stages)
+    generate_on(model, first)
     object.__setattr__(model, "dtorch_mesh", mesh)
+    object.__setattr__(model, "dtorch_notes", chosen.notes)
     return model
+
+
+def _choose(
+    model: nn.Module, mesh: DeviceMesh, facts: Sequence[ModuleFacts], plan: Plan | Literal["auto"]
+) -> AutoPlan:
+    """The plan that counts. A mesh without ``tp`` needs none."""
+    if isinstance(plan, str):
+        return auto_plan(model, facts) if has_ranks(mesh, TP_AXIS) else AutoPlan({})
+    return AutoPlan(plan, ("the plan was given",))
 
 
 def _check(model: nn.Module, mesh: DeviceMesh) -> None:

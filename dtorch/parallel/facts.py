@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from dtorch.parallel.cuts import ShardedParameters
-from dtorch.parallel.tp_plan import STYLES, SYNONYMS, ModuleFacts, ModuleKind, matches
+from dtorch.parallel.derive import derive_plan
+from dtorch.parallel.experts import is_experts
+from dtorch.parallel.tp_plan import ModuleFacts, ModuleKind, Plan, is_style, matches, plannable
 from dtorch_runtime.errors import UnsupportedError
 
 _HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads")
@@ -22,22 +25,30 @@ def collect_facts(model: nn.Module) -> list[ModuleFacts]:
         own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if not own:
             continue
-        kind: ModuleKind = "other"
-        if isinstance(module, nn.Linear):
-            kind = "linear"
-        elif isinstance(module, nn.Embedding):
-            kind = "embedding"
+        kind = _kind(module)
         facts.append(
             ModuleFacts(
                 name=name,
                 kind=kind,
                 weights={key: tuple(parameter.shape) for key, parameter in own.items()},
-                num_head_groups=groups.get(name) if kind == "linear" else None,
+                num_head_groups=groups.get(name) if kind in ("linear", "conv1d") else None,
                 tied={key: id(parameter) for key, parameter in own.items()},
                 cut=(module.axis, module.cuts()) if isinstance(module, ShardedParameters) else None,
             )
         )
     return facts
+
+
+def _kind(module: nn.Module) -> ModuleKind:
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if is_experts(module):
+        return "experts"
+    # transformers.pytorch_utils.Conv1D, known by its name: models need no transformers.
+    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+    return "conv1d" if is_conv1d else "other"
 
 
 def _head_groups(model: nn.Module) -> Iterator[tuple[str, int]]:
@@ -58,13 +69,22 @@ def base_prefix(model: nn.Module) -> str:
     return prefix if isinstance(prefix, str) and prefix and hasattr(model, prefix) else ""
 
 
-def auto_plan(model: nn.Module, facts: Sequence[ModuleFacts]) -> dict[str, str]:
-    """The plan that a Hugging Face model carries: its config's for the base model, its class's for the head.
+@dataclass(frozen=True, slots=True)
+class AutoPlan:
+    """The plan of a model, and what there is to say about it: where it comes from, and what it leaves out."""
 
-    Entries for modules that this model lacks are left out: a config's plan is for all variants of an architecture.
+    plan: Plan
+    notes: tuple[str, ...] = ()
+
+
+def auto_plan(model: nn.Module, facts: Sequence[ModuleFacts]) -> AutoPlan:
+    """The plan that a Hugging Face model carries, or else one that is derived from its layers.
+
+    A carried one is the config's for the base model and the class's for the head. Entries for modules that this model
+    lacks are left out: a config's plan is for all variants of an architecture.
 
     Raises:
-        UnsupportedError: the model carries no plan.
+        UnsupportedError: the model carries no plan, and none of its layers is known.
     """
     prefix = base_prefix(model)
     of_config = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
@@ -74,17 +94,34 @@ def auto_plan(model: nn.Module, facts: Sequence[ModuleFacts]) -> dict[str, str]:
     carried |= getattr(type(model), "_tp_plan", None) or {}
     # The instance's plan also has what submodels add, a vision tower's, say.
     carried |= getattr(model, "_tp_plan", None) or {}
-    if not carried and any(f.cut is not None for f in facts):
-        return {}
     if not carried:
-        example = next((f.name for f in facts if f.kind == "linear"), "name.of.a.linear")
-        raise UnsupportedError(
-            f"{type(model).__name__} carries no tensor-parallel plan (base_model_tp_plan in its config); write one, "
-            f"e.g. parallelize(model, mesh, plan={{{example!r}: 'colwise'}}), or plan={{}} to replicate every weight"
-        )
-    found = {key: style for key, style in carried.items() if any(matches(key, f.name, prefix) for f in facts)}
-    known = {key: style for key, style in found.items() if SYNONYMS.get(style, style) in STYLES}
+        return _derived(model, facts)
+    found = {key: style for key, style in carried.items() if _fits(key, facts, prefix)}
+    known = {key: style for key, style in found.items() if is_style(style)}
     if len(known) < len(found):
         unknown = {key: style for key, style in found.items() if key not in known}
         warnings.warn(f"these modules are replicated, their styles are not known: {unknown}", stacklevel=3)
-    return known
+    return AutoPlan(known, ("the plan is the one that the model's config carries",))
+
+
+def _fits(pattern: str, facts: Sequence[ModuleFacts], prefix: str) -> bool:
+    return any(matches(pattern, name, prefix) for name in plannable(facts))
+
+
+def _derived(model: nn.Module, facts: Sequence[ModuleFacts]) -> AutoPlan:
+    if any(f.cut is not None for f in facts):
+        return AutoPlan({})
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if find_head is not None else None
+    derived = derive_plan(facts, [name for name, module in model.named_modules() if module is head])
+    if not derived.plan:
+        example = next((f.name for f in facts if f.kind == "linear"), "name.of.a.linear")
+        raise UnsupportedError(
+            f"{type(model).__name__} carries no tensor-parallel plan (base_model_tp_plan in its config), and none of "
+            f"its layers looks like attention or a feed-forward block; write one, "
+            f"e.g. parallelize(model, mesh, plan={{{example!r}: 'colwise'}}), or plan={{}} to replicate every weight"
+        )
+    notes = ["the plan is derived from the names and shapes of the model's layers: it carries none"]
+    if derived.whole:
+        notes.append(f"linear layers that were not recognised, and are whole: {', '.join(derived.whole)}")
+    return AutoPlan(derived.plan, tuple(notes))

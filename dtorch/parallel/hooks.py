@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 
 from dtorch.factory import from_torch
 from dtorch.graph import Graph
+from dtorch.parallel.cache import place_caches
 from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, ModulePlan, has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -99,6 +101,15 @@ _frames = _Frames()
 
 
 def add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh) -> None:
+    """Make calls of ``model``, and of the encoder that ``generate()`` calls by itself, run on ``mesh``."""
+    find_encoder = getattr(model, "get_encoder", None)
+    encoder = find_encoder() if find_encoder is not None else None
+    for module in (model, encoder):
+        if isinstance(module, nn.Module) and (module is model or module in model.modules()):
+            _add_entry_hooks(module, mesh, end, is_part=module is not model)
+
+
+def _add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh, is_part: bool) -> None:
     """Make calls of ``model`` run on ``mesh``, whatever mesh the caller works on.
 
     Tensors among the arguments, in lists, tuples and dicts too, are brought to the mesh, and those that have the
@@ -110,6 +121,8 @@ def add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh) -> None
     names = list(inspect.signature(model.forward).parameters)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_part and _frames.open:  # a call by the model that it is a part of
+            return None
         main = find_main_input(module, args, kwargs)
         batch = main.shape[0] if main is not None and main.ndim else None
         if isinstance(main, Tensor):
@@ -119,6 +132,7 @@ def add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh) -> None
         guard = graph.device_mesh_guard(mesh)
         guard.__enter__()
         _frames.open.append((id(module), caller, guard))
+        place_caches((*args, *kwargs.values()))
 
         def bring(name: str, value: Any) -> Any:
             rows = None if "mask" in name else batch
@@ -141,6 +155,41 @@ def add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh) -> None
 
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     model.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+
+def generate_on(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let ``model.generate()`` work on ``mesh`` with all that it makes, and return to the caller's mesh."""
+    if callable(getattr(model, "generate", None)):
+
+        def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _generate_on(self, mesh, args, kwargs)
+
+        # A copy of the model has it too.
+        object.__setattr__(model, "generate", types.MethodType(generate, model))
+
+
+def _generate_on(model: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    target = given[0].device_mesh if given else Graph.default_graph().default_mesh
+
+    def bring(tensor: torch.Tensor) -> torch.Tensor:
+        is_here = isinstance(tensor, Tensor) and tensor.device_mesh == mesh
+        return tensor if is_here else _to_mesh(tensor, mesh)
+
+    def give_back(tensor: torch.Tensor) -> torch.Tensor:
+        return _to_mesh(tensor, target) if isinstance(tensor, Tensor) else tensor
+
+    graph = given[0].graph if given else Graph.default_graph()
+    with graph.device_mesh_guard(mesh):
+        output = type(model).generate(model, *map_tensors(bring, args), **map_tensors(bring, kwargs))
+        return map_tensors(give_back, output)
+
+
+def _to_mesh(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    whole = [Replicate()] * mesh.ndim
+    if isinstance(tensor, Tensor):
+        return tensor.redistribute(device_mesh=mesh, placements=whole)
+    return from_torch(tensor, device_mesh=mesh, placements=whole)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

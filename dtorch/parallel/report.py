@@ -27,10 +27,14 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A row for each weight, and the node of each device. ``str()`` folds layers that are alike into one row."""
+    """A row for each weight, and the node of each device. ``str()`` folds layers that are alike into one row.
+
+    ``notes`` say where the plan comes from, and which linear layers it left whole because it did not know them.
+    """
 
     rows: tuple[LayerRow, ...]
     node_by_device: Mapping[int, str]
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_by_device(self) -> dict[int, int]:
@@ -61,7 +65,7 @@ class Report:
         return [(_folded_name([row.name for row in rows]), rows) for rows in groups.values()]
 
     def __str__(self) -> str:
-        return self.table()
+        return "\n".join([self.table(), *self.notes])
 
 
 def describe(model: nn.Module) -> Report:
@@ -76,7 +80,8 @@ def describe(model: nn.Module) -> Report:
             session = parameter.graph.session
             rows.append(_row(name, parameter))
     nodes = () if session is None else session.nodes()
-    return Report(tuple(rows), {device: node.name for node in nodes for device in node.devices})
+    names = {device: node.name for node in nodes for device in node.devices}
+    return Report(tuple(rows), names, getattr(model, "dtorch_notes", ()))
 
 
 def _row(name: str, parameter: Tensor) -> LayerRow:

@@ -12,7 +12,11 @@ style                      weight on ``tp``    what the module's hooks do to act
 ``rowwise_split_input``    ``Shard(1)``        the input is cut on its last dim, the partial sums are reduced
 ``embedding_rowwise``      ``Shard(0)``        each rank looks up its part of the vocabulary; the sums are reduced
 ``replicate``              ``Replicate()``     nothing
+``moe_tp_experts``         by parameter        the module runs its experts on the mesh: see ``experts``
 =========================  ==================  =====================================================================
+
+A module of experts holds the weights of all of them in 3-D parameters, ``[experts, out, in]``, which the plan names one
+by one: ``colwise`` and ``packed_colwise`` cut what comes out, ``rowwise`` what goes in.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from dtorch.parallel.cuts import Axis, cut_along
@@ -35,20 +39,26 @@ PP_AXIS: Final = "pp"
 #: The axes that ``parallelize`` knows what to do with.
 AXES: Final = (DP_AXIS, TP_AXIS, PP_AXIS, "ulysses_cp", "ulysess_cp", "ring_cp")
 
-Style: TypeAlias = Literal[
-    "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "embedding_rowwise", "replicate"
-]
-ModuleKind: TypeAlias = Literal["linear", "embedding", "other"]
+#: ``conv1d`` is the Linear of GPT-2, whose weight is ``[in, out]``; ``experts`` see above.
+ModuleKind: TypeAlias = Literal["linear", "conv1d", "embedding", "experts", "other"]
 Plan: TypeAlias = Mapping[str, "str | Sequence[Placement]"]
 
 #: Styles, and the kinds of module that they fit.
 STYLES: Final[Mapping[str, tuple[ModuleKind, ...]]] = {
-    "colwise": ("linear",),
-    "colwise_gather_output": ("linear",),
-    "rowwise": ("linear",),
-    "rowwise_split_input": ("linear",),
+    "colwise": ("linear", "conv1d"),
+    "colwise_gather_output": ("linear", "conv1d"),
+    "rowwise": ("linear", "conv1d"),
+    "rowwise_split_input": ("linear", "conv1d"),
     "embedding_rowwise": ("embedding",),
-    "replicate": ("linear", "embedding", "other"),
+    "moe_tp_experts": ("experts",),
+    "replicate": ("linear", "conv1d", "embedding", "experts", "other"),
+}
+#: Styles of a parameter of experts, and the dim that they cut.
+EXPERT_STYLES: Final[Mapping[str, int | None]] = {
+    "colwise": 1,
+    "packed_colwise": 1,
+    "rowwise": 2,
+    "replicate": None,
 }
 #: Other words for the same, found in configs. The gradient of a replicated weight is reduced by autograd itself.
 SYNONYMS: Final[Mapping[str, str]] = {
@@ -56,6 +66,8 @@ SYNONYMS: Final[Mapping[str, str]] = {
     "replicated_with_grad_allreduce": "replicate",
     "replicated": "replicate",
 }
+#: What is between these two is whole, so that heads need not stay together.
+_WHOLE_BETWEEN: Final = ("colwise_gather_output", "rowwise_split_input")
 _SHARDED_OUTPUT: Final = ("colwise_gather_output", "rowwise", "rowwise_split_input", "embedding_rowwise")
 
 
@@ -111,21 +123,28 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def expand_plan(plan: Plan, facts: Sequence[ModuleFacts], prefix: str = "") -> dict[str, str | Placements]:
-    """The entry of each module that the plan names. Where several patterns match a module, the last one counts.
+    """The entry of each module, and of each parameter of experts, that the plan names. The last of several counts.
 
-    A pattern is matched against the whole name of a module and against the name without ``prefix`` (the base
-    model's: configs leave it out).
+    A pattern is matched against the whole name and against the name without ``prefix`` (the base model's: configs
+    leave it out).
 
     Raises:
-        SettingError: a pattern matches no module, or a style does not exist.
+        SettingError: a pattern matches nothing, or a style does not exist.
     """
+    names = plannable(facts)
     found: dict[str, str | Placements] = {}
     for pattern, entry in plan.items():
-        named = [f.name for f in facts if matches(pattern, f.name, prefix)]
+        named = [name for name in names if matches(pattern, name, prefix)]
         if not named:
-            raise SettingError(_no_match(pattern, [f.name for f in facts], prefix))
+            raise SettingError(_no_match(pattern, names, prefix))
         found.update(dict.fromkeys(named, _check_entry(pattern, entry)))
     return found
+
+
+def plannable(facts: Sequence[ModuleFacts]) -> list[str]:
+    """What a plan may name: modules with weights, and each parameter of experts."""
+    of_experts = [f"{f.name}.{weight}" for f in facts if f.kind == "experts" for weight in f.weights]
+    return [*(f.name for f in facts), *of_experts]
 
 
 def plan_modules(
@@ -136,13 +155,19 @@ def plan_modules(
     A module that shares its weight with a planned one (tied embeddings) follows it.
 
     Raises:
-        SettingError: a pattern matches nothing, a style does not exist or does not fit the module, or tied weights
-            would be cut in two ways.
+        SettingError: a pattern matches nothing, a style does not exist or does not fit the module, heads cannot be
+            cut, or tied weights would be cut in two ways.
         PlacementError: explicit placements do not fit the mesh or the weight.
     """
     entries = expand_plan(plan, facts, prefix)
     _follow_tied(facts, entries)
-    result = {f.name: _plan_module(f, entries.get(f.name), mesh) for f in facts}
+    result = {
+        f.name: _plan_experts(f, entries, mesh)
+        if f.kind == "experts"
+        else _plan_module(f, entries.get(f.name), mesh)
+        for f in facts
+    }
+    _lend_to_others(facts, result)
     _check_tied(facts, result)
     return result
 
@@ -160,17 +185,11 @@ def _plan_module(facts: ModuleFacts, entry: str | Placements | None, mesh: Devic
         entry = "replicate"
     if not isinstance(entry, str):
         return ModulePlan("placements", _explicit(facts, entry, mesh))
-    if facts.kind not in STYLES[entry]:
-        fitting = [style for style, kinds in STYLES.items() if facts.kind in kinds]
-        raise SettingError(
-            f"style {entry!r} is for {' and '.join(STYLES[entry])} modules; {facts.name!r} is of kind "
-            f"{facts.kind!r}, for which there {'is' if len(fitting) == 1 else 'are'} {', '.join(fitting)}"
-        )
+    _check_kind(facts, entry)
     if entry == "replicate" or not has_ranks(mesh, TP_AXIS):
         return ModulePlan("replicate", {name: _on_tp(mesh, Replicate()) for name in facts.weights})
-    dim = 1 if entry.startswith("rowwise") else 0
-    cut = Shard(dim, _unit(facts, dim))
-    by_name: dict[str, Placement] = {"weight": cut, "bias": _bias_placement(cut)}
+    cut = _cut(facts, entry)
+    by_name: dict[str, Placement] = {"weight": cut, "bias": _bias_placement(facts, cut)}
     return ModulePlan(
         entry,
         {name: _on_tp(mesh, by_name.get(name, Replicate())) for name in facts.weights},
@@ -179,18 +198,74 @@ def _plan_module(facts: ModuleFacts, entry: str | Placements | None, mesh: Devic
     )
 
 
-def _bias_placement(weight: Placement) -> Placement:
-    if not isinstance(weight, Shard):
-        return Replicate()
-    # Beside partial sums the bias must count once: as a partial sum itself, it is whole on one rank and zero elsewhere.
-    return weight if weight.dim == 0 else Partial("sum")
+def _check_kind(facts: ModuleFacts, style: str) -> None:
+    if facts.kind in STYLES.get(style, ()):
+        return
+    if style not in STYLES:
+        raise SettingError(
+            f"style {style!r} is for parameters of experts, the plan gives it to the module {facts.name!r}"
+        )
+    fitting = [name for name, kinds in STYLES.items() if facts.kind in kinds]
+    raise SettingError(
+        f"style {style!r} is for {' and '.join(STYLES[style])} modules; {facts.name!r} is of kind "
+        f"{facts.kind!r}, for which there {'is' if len(fitting) == 1 else 'are'} {', '.join(fitting)}"
+    )
 
 
-def _unit(facts: ModuleFacts, dim: int) -> int:
-    """Rows of a cut that stay together: the features of one key/value head and of the query heads that share it."""
-    size = facts.weights["weight"][dim]
+def _plan_experts(
+    facts: ModuleFacts, entries: Mapping[str, str | Placements], mesh: DeviceMesh
+) -> ModulePlan:
+    """Each parameter as its own entry says; the module's says that the experts run where their weights are."""
+    style = entries.get(facts.name, "replicate")
+    if isinstance(style, str):
+        _check_kind(facts, style)
+    placements: dict[str, Placements] = {}
+    for name, shape in facts.weights.items():
+        entry = entries.get(f"{facts.name}.{name}", "replicate")
+        if not isinstance(entry, str):
+            placements[name] = _chosen(f"{facts.name}.{name}", entry, mesh, len(shape))
+            continue
+        if entry not in EXPERT_STYLES:
+            raise SettingError(
+                f"style {entry!r} is not for a parameter of experts; for {facts.name + '.' + name!r} there are "
+                f"{', '.join(EXPERT_STYLES)}"
+            )
+        dim = EXPERT_STYLES[entry]
+        is_cut = dim is not None and dim < len(shape) and has_ranks(mesh, TP_AXIS)
+        placements[name] = _on_tp(mesh, Shard(dim) if dim is not None and is_cut else Replicate())
+    return ModulePlan(style if isinstance(style, str) else "placements", placements)
+
+
+def features_of(facts: ModuleFacts) -> tuple[int, int]:
+    """The numbers of features that go into a linear module and come out of it."""
+    first, second = facts.weights["weight"]
+    return (first, second) if facts.kind == "conv1d" else (second, first)
+
+
+def _cut(facts: ModuleFacts, style: str) -> Shard:
+    """How the weight is cut: by the features that come out, or by those that go in."""
+    if facts.kind == "embedding":
+        return Shard(0)
+    by_input = style.startswith("rowwise")
+    dim = 1 if by_input != (facts.kind == "conv1d") else 0
     groups = facts.num_head_groups
-    return size // groups if groups and size % groups == 0 else 1
+    if not groups or style in _WHOLE_BETWEEN:
+        return Shard(dim)
+    # Features of a key/value head, and of the query heads that share it, stay together.
+    size = features_of(facts)[0 if by_input else 1]
+    if size % groups:
+        raise SettingError(
+            f"heads cannot be cut: {facts.name!r} has {size} features for {groups} key/value heads, which do not "
+            f"divide them. Leave its attention layer out of the plan, or give it 'replicate'"
+        )
+    return Shard(dim, size // groups)
+
+
+def _bias_placement(facts: ModuleFacts, weight: Placement) -> Placement:
+    """A bias is cut with the features that come out; beside partial sums it is whole, and added once."""
+    of_output = 1 if facts.kind == "conv1d" else 0
+    is_cut = isinstance(weight, Shard) and weight.dim == of_output
+    return Shard(0, weight.unit) if isinstance(weight, Shard) and is_cut else Replicate()
 
 
 def has_ranks(mesh: DeviceMesh, axis: str) -> bool:
@@ -206,15 +281,20 @@ def _on_tp(mesh: DeviceMesh, placement: Placement) -> Placements:
 def _explicit(facts: ModuleFacts, entry: Placements, mesh: DeviceMesh) -> dict[str, Placements]:
     """Placements that the caller chose for ``weight`` (or for the only parameter); others are replicated."""
     main = "weight" if "weight" in facts.weights else next(iter(facts.weights))
-    chosen = resolve_placements(entry, mesh, len(facts.weights[main]))
+    chosen = _chosen(facts.name, entry, mesh, len(facts.weights[main]))
+    result = {name: (Replicate(),) * mesh.ndim for name in facts.weights} | {main: chosen}
+    if facts.kind in ("linear", "conv1d") and "bias" in facts.weights:
+        result["bias"] = tuple(_bias_placement(facts, placement) for placement in chosen)
+    return result
+
+
+def _chosen(name: str, entry: Placements, mesh: DeviceMesh, ndim: int) -> Placements:
+    chosen = resolve_placements(entry, mesh, ndim)
     if any(isinstance(p, Partial) for p in chosen):
         raise PlacementError(
-            f"a weight is Replicate() or Shard(dim), the plan gives {list(entry)} for {facts.name!r}"
+            f"a weight is Replicate() or Shard(dim), the plan gives {list(entry)} for {name!r}"
         )
-    result = {name: (Replicate(),) * mesh.ndim for name in facts.weights} | {main: chosen}
-    if facts.kind == "linear" and "bias" in facts.weights:
-        result["bias"] = tuple(map(_bias_placement, chosen))
-    return result
+    return chosen
 
 
 # ---- patterns ----
@@ -227,12 +307,18 @@ def matches(pattern: str, name: str, prefix: str = "") -> bool:
     return expression.fullmatch(name) is not None or expression.fullmatch(short) is not None
 
 
+def is_style(word: str) -> bool:
+    """Whether a plan may give a module, or a parameter of experts, this style."""
+    style = SYNONYMS.get(word, word)
+    return style in STYLES or style in EXPERT_STYLES
+
+
 def _check_entry(pattern: str, entry: str | Sequence[Placement]) -> str | Placements:
     if isinstance(entry, str):
         style = SYNONYMS.get(entry, entry)
-        if style not in STYLES:
+        if not is_style(style):
             raise SettingError(
-                f"the plan gives {pattern!r} the style {entry!r}; styles are {', '.join(STYLES)}, "
+                f"the plan gives {pattern!r} the style {entry!r}; styles are {', '.join({**STYLES, **EXPERT_STYLES})}, "
                 f"or a list of placements, one for each mesh axis"
             )
         return style
@@ -274,6 +360,16 @@ def _follow_tied(facts: Sequence[ModuleFacts], entries: dict[str, str | Placemen
                     entries[module.name] = styles[module.kind]
                 elif not isinstance(planned[0], str):
                     entries[module.name] = planned[0]
+
+
+def _lend_to_others(facts: Sequence[ModuleFacts], plans: dict[str, ModulePlan]) -> None:
+    """A bias that stands in a module without a plan as well lies where its Linear has it."""
+    for group in _tied_groups(facts):
+        cut = [plans[m.name].placements[name] for m, name in group if m.kind in ("linear", "conv1d")]
+        for module, name in group:
+            if cut and module.kind == "other":
+                plan = plans[module.name]
+                plans[module.name] = replace(plan, placements={**plan.placements, name: cut[0]})
 
 
 def _check_tied(facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan]) -> None:

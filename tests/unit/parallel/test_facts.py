@@ -42,7 +42,7 @@ def test_modules_with_weights_are_collected(model: nn.Module) -> None:
 
 def test_the_plan_of_a_config_and_of_the_head_are_joined(model: nn.Module) -> None:
     assert base_prefix(model) == "model"
-    plan = auto_plan(model, collect_facts(model))
+    plan = auto_plan(model, collect_facts(model)).plan
     assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["model.layers.*.mlp.down_proj"] == "rowwise"
     assert plan["lm_head"] in ("colwise_gather_output", "colwise_rep")
@@ -52,7 +52,7 @@ def test_a_base_model_has_no_prefix() -> None:
     with torch.device("meta"):
         base = LlamaModel(CONFIG)
     assert base_prefix(base) == ""
-    assert auto_plan(base, collect_facts(base))["layers.*.self_attn.q_proj"] == "colwise"
+    assert auto_plan(base, collect_facts(base)).plan["layers.*.self_attn.q_proj"] == "colwise"
 
 
 def test_a_model_without_a_plan_says_how_to_write_one() -> None:
@@ -68,7 +68,7 @@ def test_styles_that_are_not_known_are_replicated_with_a_warning(model: nn.Modul
     with torch.device("meta"):
         mixture = Mixture(CONFIG)
     with pytest.warns(UserWarning, match=r"\{'lm_head': 'grouped_gemm'\}"):
-        assert "lm_head" not in auto_plan(mixture, collect_facts(mixture))
+        assert "lm_head" not in auto_plan(mixture, collect_facts(mixture)).plan
 
 
 def test_buffers_without_values_get_what_the_constructor_gives() -> None:

@@ -38,6 +38,16 @@ UP = ModuleFacts(
 DOWN = ModuleFacts(name="model.layers.1.mlp.down", kind="linear", weights={"weight": (576, 1536)})
 NORM = ModuleFacts(name="model.norm", kind="other", weights={"weight": (576,)})
 HEAD = ModuleFacts(name="lm_head", kind="linear", weights={"weight": (49152, 576)}, tied={"weight": 1})
+#: The Linear of GPT-2, whose weight is transposed.
+CONV = ModuleFacts(name="h.0.mlp.c_fc", kind="conv1d", weights={"weight": (64, 256), "bias": (256,)})
+EXPERTS = ModuleFacts(
+    name="model.layers.0.mlp.experts",
+    kind="experts",
+    weights={"gate_up_proj": (8, 96, 32), "down_proj": (8, 32, 48)},
+)
+UNEVEN = ModuleFacts(
+    name="model.layers.0.attn.uneven", kind="linear", weights={"weight": (64, 64)}, num_head_groups=3
+)
 FACTS = [EMBED, QUERY, KEY, OUT, UP, DOWN, NORM, HEAD]
 
 
@@ -46,13 +56,17 @@ FACTS = [EMBED, QUERY, KEY, OUT, UP, DOWN, NORM, HEAD]
     [
         (QUERY, "colwise", {"weight": Shard(0, 192)}),
         (KEY, "colwise", {"weight": Shard(0, 64)}),
-        (OUT, "rowwise", {"weight": Shard(1, 192), "bias": Partial("sum")}),
+        (OUT, "rowwise", {"weight": Shard(1, 192), "bias": R}),
         (UP, "colwise", {"weight": Shard(0), "bias": Shard(0)}),
         (UP, "colwise_rep", {"weight": Shard(0), "bias": Shard(0)}),
         (DOWN, "rowwise_split_input", {"weight": Shard(1)}),
         (EMBED, "embedding_rowwise", {"weight": Shard(0)}),
         (NORM, "replicated_with_grad_allreduce", {"weight": R}),
         (UP, "replicate", {"weight": R, "bias": R}),
+        (CONV, "colwise", {"weight": Shard(1), "bias": Shard(0)}),
+        (CONV, "rowwise", {"weight": Shard(0), "bias": R}),
+        (QUERY, "colwise_gather_output", {"weight": Shard(0)}),
+        (OUT, "rowwise_split_input", {"weight": Shard(1), "bias": R}),
     ],
 )
 def test_a_style_says_how_each_parameter_is_cut(
@@ -94,6 +108,32 @@ def test_no_cut_separates_query_heads_from_their_key_head(num_ranks: int, heads:
     assert sizes == [heads, [head // 3 for head in heads], heads]
 
 
+MOE_PLAN = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+}
+
+
+def test_weights_of_experts_are_planned_one_by_one() -> None:
+    plan = plan_modules([EXPERTS], MOE_PLAN, DP_TP, "model")[EXPERTS.name]
+    assert plan.style == "moe_tp_experts"
+    assert plan.placements == {"gate_up_proj": (R, Shard(1)), "down_proj": (R, Shard(2))}
+    chosen = plan_modules([EXPERTS], {f"{EXPERTS.name}.down_proj": [Shard(0), R]}, DP_TP)[EXPERTS.name]
+    assert chosen.placements == {"gate_up_proj": (R, R), "down_proj": (Shard(0), R)}
+    on_dp = plan_modules([EXPERTS], MOE_PLAN, DP, "model")[EXPERTS.name]
+    assert set(on_dp.placements.values()) == {(R,)}
+
+
+def test_a_bias_that_stands_in_two_modules_is_cut_as_its_linear_has_it() -> None:
+    head = ModuleFacts(
+        name="cls.decoder", kind="linear", weights={"weight": (97, 8), "bias": (97,)}, tied={"bias": 1}
+    )
+    other = ModuleFacts(name="cls", kind="other", weights={"bias": (97,)}, tied={"bias": 1})
+    plans = plan_modules([other, head], {"cls.decoder": "colwise_gather_output"}, TP)
+    assert plans["cls"].placements == {"bias": (Shard(0),)}
+
+
 def test_without_a_tp_axis_everything_is_replicated_and_nothing_is_hooked() -> None:
     plans = plan_modules(
         FACTS, {"layers.*.mlp.up": "colwise", "lm_head": "colwise_gather_output"}, DP, "model"
@@ -114,7 +154,7 @@ def test_explicit_placements_are_for_the_weight_and_ask_for_no_hooks() -> None:
     plans = plan_modules(
         FACTS, {"layers.*.mlp.up": [R, Shard(-1)], "layers.*.mlp.down": [Shard(0), R]}, DP_TP, "model"
     )
-    assert plans[UP.name].placements == {"weight": (R, Shard(1)), "bias": (R, Partial("sum"))}
+    assert plans[UP.name].placements == {"weight": (R, Shard(1)), "bias": (R, R)}
     assert plans[DOWN.name].placements == {"weight": (Shard(0), R)}
     assert not plans[UP.name].restores_output
 
@@ -161,6 +201,19 @@ def test_the_last_matching_pattern_counts() -> None:
             ["one tied weight", "Give both modules"],
         ),
         ({"lm_head": "rowwise"}, SettingError, ["one tied weight"]),
+        (
+            {"layers.*.mlp.experts.gate_up": "packed_colwise"},
+            SettingError,
+            ["matches no module", "'layers.*.mlp.experts.gate_up_proj'"],
+        ),
+        ({"layers.*.mlp.experts": "packed_colwise"}, SettingError, ["is for parameters of experts"]),
+        ({"layers.*.mlp.experts": "colwise"}, SettingError, ["there are moe_tp_experts, replicate"]),
+        (
+            {"layers.*.mlp.experts.down_proj": "rowwise_split_input"},
+            SettingError,
+            ["not for a parameter of experts", "colwise, packed_colwise, rowwise, replicate"],
+        ),
+        ({"layers.*.attn.uneven": "colwise"}, SettingError, ["heads cannot be cut", "64 features for 3"]),
         ({"layers.*.mlp.up": Shard(0)}, PlacementError, ["write a list: [Shard(dim=0)]"]),
         ({"layers.*.mlp.up": [Shard(0)]}, PlacementError, ["1 entries for a mesh with 2 axes"]),
         ({"layers.*.mlp.up": [R, Shard(2)]}, PlacementError, ["does not fit a tensor of 2 dims"]),
@@ -171,7 +224,7 @@ def test_a_wrong_plan_is_refused_with_what_to_write(
     plan: Plan, error: type[DTorchError], fragments: list[str]
 ) -> None:
     with pytest.raises(error) as caught:
-        plan_modules(FACTS, plan, DP_TP, "model")
+        plan_modules([*FACTS, EXPERTS, UNEVEN], plan, DP_TP, "model")
     assert [fragment for fragment in fragments if fragment not in str(caught.value)] == []
 
 
