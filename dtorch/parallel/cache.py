@@ -33,7 +33,9 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
 
     Returns:
         The cache; keys and values of each layer are of global shape (batch_size, key/value heads, max_cache_len,
-        features of a head), sharded on the heads along ``tp``.
+        features of a head), sharded on the heads along ``tp`` where the plan cuts the heads. Models whose cache holds
+        something else (DeepSeek's holds what keys and values are made of) make it themselves in the first step, which
+        then cannot be captured.
 
     Raises:
         UnsupportedError: the model has no parameters on a mesh, or its configuration says nothing of heads.
@@ -51,9 +53,15 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache: Any = StaticCache(config=config, max_cache_len=max_cache_len)
 
+    if getattr(config, "kv_lora_rank", None):
+        return cache
+    cuts_heads = getattr(model, "dtorch_cuts_heads", True)
+
     def empty(mesh: DeviceMesh, length: int) -> torch.Tensor:
         shape = (batch_size, num_heads, length, head_dim)
-        return zeros(*shape, dtype=parameter.dtype, device_mesh=mesh, placements=_placements(mesh))
+        return zeros(
+            *shape, dtype=parameter.dtype, device_mesh=mesh, placements=_placements(mesh, cuts_heads)
+        )
 
     meshes = dict(_meshes_of_layers(model))
     for index, layer in enumerate(cache.layers):
@@ -64,8 +72,8 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
     return cache
 
 
-def _placements(mesh: DeviceMesh) -> list[Placement]:
-    cut: dict[str, Placement] = {"dp": Shard(0), "tp": Shard(1)}
+def _placements(mesh: DeviceMesh, cuts_heads: bool) -> list[Placement]:
+    cut: dict[str, Placement] = {"dp": Shard(0), "tp": Shard(1) if cuts_heads else Replicate()}
     names = mesh.mesh_dim_names or ()
     return [cut.get(name, Replicate()) if has_ranks(mesh, name) else Replicate() for name in names]
 
@@ -88,7 +96,7 @@ def place_caches(values: Iterable[Any]) -> None:
     for layer in _layers(values):
         if getattr(layer, "is_initialized", False):
             layer.keys, layer.values = _reduced(layer.keys), _reduced(layer.values)
-        elif hasattr(layer, "max_cache_len"):
+        elif hasattr(layer, "max_cache_len") and not hasattr(layer, "conv_states"):
             layer.lazy_initialization = types.MethodType(_make_where_keys_are, layer)
 
 
@@ -115,6 +123,9 @@ def _reduced(states: Any) -> Any:
 
 def _make_where_keys_are(layer: Any, key_states: Any, value_states: Any) -> None:
     """``lazy_initialization`` of a layer of fixed size. Nowhere is more made than what stays there."""
+    if not isinstance(key_states, Tensor):
+        type(layer).lazy_initialization(layer, key_states, value_states)
+        return
     length = layer.max_cache_len
     layer.max_cache_len = 0
     try:

@@ -96,6 +96,8 @@ def parallelize(
     generate_on(model, first)
     object.__setattr__(model, "dtorch_mesh", mesh)
     object.__setattr__(model, "dtorch_notes", chosen.notes)
+    cuts_heads = any(f.num_head_groups and plans[f.name].style == "colwise" for f in facts)
+    object.__setattr__(model, "dtorch_cuts_heads", cuts_heads)
     return model
 
 

@@ -92,7 +92,12 @@ FAMILIES: Mapping[str, Family] = {
             key: _DECODER[key] for key in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
         },
     ),
-    "bert": Family("BertForMaskedLM", "BertConfig", {"vocab_size": VOCABULARY}, base=_ENCODER),
+    "bert": Family(
+        "BertForMaskedLM",
+        "BertConfig",
+        {"vocab_size": VOCABULARY, "max_position_embeddings": 64},
+        base=_ENCODER,
+    ),
     "t5": Family(
         "T5ForConditionalGeneration",
         "T5Config",
@@ -158,7 +163,7 @@ FAMILIES: Mapping[str, Family] = {
             "n_group": 2,
             "topk_group": 1,
             "first_k_dense_replace": 1,
-            "q_lora_rank": 16,
+            "q_lora_rank": 18,
             "kv_lora_rank": 16,
             "qk_rope_head_dim": 4,
             "qk_nope_head_dim": 8,
