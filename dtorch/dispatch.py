@@ -11,6 +11,7 @@ import torch
 
 from dtorch import auto
 from dtorch.auto_issue import AutoEntry, is_entangled, issue_converted, one_by_one
+from dtorch.engine import issuing_graph
 from dtorch.entries import entry_of, known_auto, resized_entry
 from dtorch.future import TensorFuture
 from dtorch.graph import FREE_BATCH, Graph, Handle, guard_mesh_of
@@ -268,12 +269,13 @@ def make(
 ) -> Any:
     """A call without tensors: makes a tensor with ``layout``, or replicated on the default mesh.
 
-    The graph is the thread's current one.
+    The graph is the thread's current one; in a backward pass that of the thread which waits for it.
     """
     graph = Graph.default_graph()
     if layout is None:
         mesh = graph.default_mesh
         layout = Layout(mesh, (Replicate(),) * mesh.ndim)
+    graph = issuing_graph(graph)
     default_dtype = torch.get_default_dtype()
     key: list[Any] = [id(func), layout, default_dtype]
     _add_to_key(cls, args, key, [])

@@ -8,6 +8,9 @@ engine raises it in place of the empty error that is left.
 A backward function that is written in Python may make a tensor with ``torch.empty(..., device=grad.device)`` and write
 to it. That names no mesh, and a tensor that is written to cannot follow the others to theirs: somebody else may look
 at it. So it is made on the mesh of the gradients in the first place.
+
+Backward passes run on threads of torch's, which have no graph of the user's. What they make of no tensor, such as the
+zero of a ``where``, is issued on the graph of the thread that waits: between two graphs each op would end a batch.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from dtorch import auto
-from dtorch.graph import guard_mesh_of, is_default_mesh
+from dtorch.cluster import session_if_open
+from dtorch.graph import Graph, guard_mesh_of, is_default_mesh
 from dtorch.location import in_backward
 
 #: Errors that were on their way when a guard was asked, the last one last; some were caught elsewhere.
 _errors: deque[BaseException] = deque(maxlen=8)
 #: Any function of the C API called through it raises the error that is set, if one is.
 _raise_pending = ctypes.pythonapi.PyErr_Occurred
+#: The graphs of threads that wait for a backward pass, the last to begin last.
+_waiting: list[Graph | None] = []
 
 
 class DeviceGuard(torch._C._acc.DeviceGuard):
@@ -55,7 +61,10 @@ class Engine(_ImperativeEngine):
             DTorchError: an op of the backward pass was refused.
         """
         thread_id = threading.get_ident()
+        session = session_if_open()
+        graph = None if session is None else session.default_graph()
         in_backward.append(thread_id)
+        _waiting.append(graph)
         stashed = auto.stash(auto.current())
         try:
             return super().run_backward(*args, **kwargs)
@@ -65,7 +74,19 @@ class Engine(_ImperativeEngine):
             raise _errors.pop() from None
         finally:
             auto.stash(stashed)
+            _waiting.remove(graph)
             in_backward.remove(thread_id)
+
+
+def issuing_graph(graph: Graph) -> Graph:
+    """Where a call without tensors is issued on this thread, whose current graph is ``graph``.
+
+    In a backward pass, which a thread of torch's runs, that of the thread which waits; while several wait, ``graph``.
+    """
+    if not _waiting or threading.get_ident() in in_backward or torch._C._current_graph_task_id() == -1:
+        return graph
+    first = _waiting[0]
+    return first if first is not None and all(other is first for other in _waiting) else graph
 
 
 def _beside_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:
