@@ -1,6 +1,8 @@
-"""State of optimizers that comes from a state dict goes where the parameters are, cut as they are.
+"""What comes from a state dict of an optimizer goes where the parameters are, cut as they are.
 
-Torch moves it to the device of the parameter. That is one device here, and the mesh and the placements say where.
+Torch moves state to the device of the parameter. That is one device here, and the mesh and the placements say where. A
+hyperparameter that is a tensor, such as a learning rate, torch leaves where the state dict has it; here it goes where
+that of the optimizer was.
 """
 
 from __future__ import annotations
@@ -35,5 +37,25 @@ def place_loaded_state() -> None:
         return result
 
     placing.places_state = True  # type: ignore[attr-defined]  # a mark on a function
-    # The only place where all pass.
+    load: Any = Optimizer.load_state_dict
+
+    @wraps(load)
+    def load_state_dict(self: Optimizer, state_dict: Any) -> None:
+        before = [dict(group) for group in self.param_groups]
+        load(self, state_dict)
+        for group, old in zip(self.param_groups, before, strict=True):
+            for name, value in group.items():
+                group[name] = _placed_like(value, old.get(name))
+
+    # The only places where all pass.
     type.__setattr__(Optimizer, "_process_value_according_to_param_policy", staticmethod(placing))
+    type.__setattr__(Optimizer, "load_state_dict", load_state_dict)
+
+
+def _placed_like(value: Any, old: Any) -> Any:
+    """A hyperparameter where another is that it replaces."""
+    if not isinstance(old, Tensor) or not isinstance(value, torch.Tensor) or value.shape != old.shape:
+        return value
+    if isinstance(value, Tensor) and value.device_mesh == old.device_mesh:
+        return value
+    return from_torch(value.to(old.dtype), old.device_mesh, old.placements)

@@ -129,7 +129,8 @@ class _Loading:
             self.fills.append(lambda: into.load_state_dict(extra, strict=False))
 
     def _fit_optimizer(self, node: Any, into: torch.optim.Optimizer, path: tuple[Any, ...]) -> None:
-        groups = unpacked(self._dict(node, into, path).get("param_groups"), _no_tensor)
+        # A tensor among their numbers (a learning rate) goes where that of the optimizer is, by load_state_dict.
+        groups = unpacked(self._dict(node, into, path).get("param_groups"), lambda name, _: name)
         parameters = [parameter for group in into.param_groups for parameter in group["params"]]
         sizes = [len(group["params"]) for group in groups or ()]
         if sizes != [len(group["params"]) for group in into.param_groups]:
