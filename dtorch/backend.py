@@ -20,6 +20,7 @@ from dtorch import (
     autocast,
     dynamic_calls,
     engine,
+    finite as _finite,  # noqa: F401  registers its calls
     foreach as _foreach,  # noqa: F401  registers its calls
     metadata as _metadata,  # noqa: F401  registers its calls
     norms as _norms,  # noqa: F401  registers its call
@@ -100,6 +101,7 @@ def register() -> None:
         ops.impl(
             aten.tensor_split.tensor_indices_or_sections, dynamic_calls.tensor_split, "AutogradPrivateUse1"
         )
+        ops.impl(aten._pin_memory.default, _pinned, "CPU")
         autocast.register(ops)
         transforms.let_trace(Tensor)
         transforms.leave_uncompiled(dispatch, dispatch_linked, _make)
@@ -111,6 +113,11 @@ def register() -> None:
 
 def _make(func: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(Tensor, func, (), args, kwargs)
+
+
+def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """The tensor: what is sent leaves by a socket, and memory is pinned where a worker has a GPU."""
+    return tensor.detach()
 
 
 def _refusing(kind: str) -> Any:

@@ -103,8 +103,8 @@ rule("count_nonzero", _reduction, reduce="sum")
 rule("prod", _reduction, linear="a", kinds=("prod",), reduce="prod")
 rule("amax max.default", _reduction, linear="a", kinds=("max",), reduce="max")
 rule("amin min.default", _reduction, linear="a", kinds=("min",), reduce="min")
-rule("any", _reduction, linear="a", linear_if=_of_bools, kinds=("max",), reduce="max")
-rule("all", _reduction, linear="a", linear_if=_of_bools, kinds=("min",), reduce="min")
+rule("any _is_any_true", _reduction, linear="a", linear_if=_of_bools, kinds=("max",), reduce="max")
+rule("all _is_all_true", _reduction, linear="a", linear_if=_of_bools, kinds=("min",), reduce="min")
 
 # These need what they reduce whole.
 rule("max.dim min.dim median.dim nanmedian.dim mode kthvalue", _reduction_pair, whole=_reduced_letters)
