@@ -44,7 +44,14 @@ def place(values: DeviceSession, value_id: int, shared: SharedUpload, torch_devi
     if values.session.is_ended:
         shared.take()
     else:
-        values.place(value_id, lambda: shared.take().to(torch_device), shared.num_bytes)
+        values.place(value_id, lambda: _to_device(shared.take(), torch_device), shared.num_bytes)
+
+
+def _to_device(tensor: torch.Tensor, torch_device: torch.device) -> torch.Tensor:
+    """On a GPU by way of pinned memory, so that the copy runs beside kernels and the worker goes on issuing."""
+    if torch_device.type != "cuda":
+        return tensor.to(torch_device)
+    return tensor.pin_memory().to(torch_device, non_blocking=True)
 
 
 def refuse(values: DeviceSession, value_id: int, error: Exception) -> None:
