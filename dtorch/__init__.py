@@ -74,6 +74,7 @@ _HOMES = {
     "parallelize": "dtorch.parallel",
     "load": "dtorch.loading",
     "assign_layers_to_stages": "dtorch.parallel.pipeline",
+    "prefetch": "dtorch.prefetching",
     "profile": "dtorch.insight.profile",
     "explain": "dtorch.insight.explain",
     "counters": "dtorch.insight.counters",
@@ -134,6 +135,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     )
     from dtorch.parallel import parallelize as parallelize
     from dtorch.parallel.pipeline import assign_layers_to_stages as assign_layers_to_stages
+    from dtorch.prefetching import prefetch as prefetch
     from dtorch.random import (
         Generator as Generator,
         fork_rng as fork_rng,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MAX_LINES = 80
+MAX_LINES = 160
 
 
 def run(name: str, *arguments: str, timeout_s: float = 50) -> str:
@@ -43,6 +43,43 @@ def test_async_values() -> None:
     output = run("async_values.py")
     assert "300 of 300 values are right" in output
     assert re.search(r"longest pause .*: \d+\.\d ms", output)
+
+
+def losses_of(folder: Path, *arguments: str) -> tuple[float, float, int]:
+    """The first loss and the last of a tiny language model, and how many there are."""
+    size = ("--width", "32", "--layers", "1", "--context", "32", "--warm-up", "4", "--run", str(folder))
+    output = run("train_lm.py", *size, *arguments, timeout_s=200)
+    found = re.search(r"loss: (\d\.\d+) at step 1, (\d\.\d+) at step (\d+), on DeviceMesh", output)
+    assert found, output
+    assert f"plot: {folder / 'loss.svg'}" in output
+    assert "loss of a byte" in (folder / "loss.svg").read_text()
+    return float(found[1]), float(found[2]), int(found[3])
+
+
+@pytest.mark.timeout(240)
+def test_train_lm_goes_on_with_another_mesh(tmp_path: Path) -> None:
+    first, last, number = losses_of(tmp_path, "--steps", "16", "--lr", "0.01")
+    assert number == 16
+    assert last < first - 0.5
+    again, further, number = losses_of(
+        tmp_path, "--steps", "24", "--lr", "0.01", "--tp", "1", "--dp", "2", "--zero", "3"
+    )
+    assert (again, number) == (first, 24)
+    assert further < last
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_train_lm_learns_the_same_on_every_mesh(tmp_path: Path) -> None:
+    meshes = {
+        "one": ("--tp", "1"),
+        "tp": ("--tp", "2"),
+        "dp, zero 1": ("--dp", "2", "--tp", "1", "--zero", "1"),
+        "dp x tp, zero 2, two nodes": ("--dp", "2", "--tp", "2", "--zero", "2", "--nodes", "2"),
+    }
+    found = {name: losses_of(tmp_path / name, "--steps", "12", *mesh) for name, mesh in meshes.items()}
+    for name, (first, last, _) in found.items():
+        assert (first, last) == pytest.approx(found["one"][:2], abs=2e-3), name
 
 
 @pytest.mark.model
