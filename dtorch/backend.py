@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from dtorch.graph import Graph
 from dtorch.linked import dispatch_linked
 from dtorch.meshes import check_index
 from dtorch.optimizers import place_loaded_state
+from dtorch.state_dicts import load_all_or_nothing
 from dtorch.storages import refuse_storages
 from dtorch.strided import BACKENDS, not_strided
 from dtorch.tensors import Tensor
@@ -108,6 +109,7 @@ def register() -> None:
         _use_foreach_optimizers()
         keep_ties()
         place_loaded_state()
+        load_all_or_nothing()
         refuse_storages()
 
 
@@ -193,6 +195,20 @@ class _Hook(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+class _Stream:
+    """What torch asks of a stream: here it is the order in which a program issues ops, and there is one."""
+
+    def synchronize(self) -> None:
+        """Wait until everything issued by this thread's graph has run; raises its first unfetched error."""
+        Graph.default_graph().sync()
+
+    def wait_stream(self, stream: Any) -> None:
+        """Ops run in the order of issue."""
+
+
+_STREAM = _Stream()
+
+
 class _DeviceModule:
     """``torch.dtorch``: what torch asks of a device. One device; the mesh says where things are."""
 
@@ -225,6 +241,14 @@ class _DeviceModule:
     def synchronize(self, device: Any = None) -> None:
         """Wait until everything issued by this thread's graph has run; raises its first unfetched error."""
         Graph.default_graph().sync()
+
+    def current_stream(self, device: Any = None) -> _Stream:
+        """The one there is."""
+        return _STREAM
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        """``with torch.dtorch.stream(s)``: nothing changes."""
+        return nullcontext()
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:

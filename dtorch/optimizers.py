@@ -7,19 +7,37 @@ that of the optimizer was.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
 from dtorch.factory import from_torch
 from dtorch.tensors import Tensor
+from dtorch_runtime.errors import StateDictError
 from dtorch_runtime.ir.placement import Partial, Replicate
+
+#: State of the optimizers of ``torch.optim`` that has the shape of its parameter.
+_LIKE_PARAMETERS: Final = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta"),
+        *("grad_avg", "sum", "ax", "prev", "step_size"),
+    )
+)
+
+
+def fits_parameter(key: object, shape: Sequence[int], parameter: Sequence[int]) -> bool:
+    """Whether state with this key can be of a parameter of this shape. Global shapes."""
+    return key not in _LIKE_PARAMETERS or tuple(shape) == tuple(parameter)
 
 
 def place_loaded_state() -> None:
-    """Let ``Optimizer.load_state_dict`` cut tensors that have the shape of their parameter as the parameter is cut."""
+    """Let ``Optimizer.load_state_dict`` cut tensors that have the shape of their parameter as the parameter is cut.
+
+    State of another shape is refused with ``StateDictError``; torch sets what it has loaded at the end, all at once.
+    """
     given: Any = Optimizer._process_value_according_to_param_policy
     if hasattr(given, "places_state"):
         return
@@ -28,6 +46,11 @@ def place_loaded_state() -> None:
     def placing(
         param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: Any, key: Any = None
     ) -> torch.Tensor:
+        if isinstance(param, Tensor) and not fits_parameter(key, value.shape, param.shape):
+            problem = (
+                f"{key} of parameter {param_id} has shape {list(value.shape)}, and that {list(param.shape)}"
+            )
+            raise StateDictError("an optimizer", (problem,))
         if isinstance(param, Tensor) and key != "step" and value.shape == param.shape:
             value = value.to(param.dtype) if param.is_floating_point() else value
             if not isinstance(value, Tensor) or value.device_mesh != param.device_mesh:

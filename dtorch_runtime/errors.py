@@ -10,6 +10,7 @@
     |   |-- UnsupportedError      an op or a use that DTorch does not have (NotImplementedError)
     |   |-- CaptureError          a captured function does what cannot be replayed (RuntimeError)
     |   |-- SettingError          a setting or argument with a value that it cannot have (ValueError)
+    |   |-- StateDictError        a state dict that does not fit what it is loaded into (RuntimeError)
     |   `-- ForkError             DTorch used in a forked child of the process that started it
     |-- RemoteOpError             your op was issued, and failed on a worker
     |-- InfrastructureError       the cluster failed, not your program
@@ -68,6 +69,19 @@ class CaptureError(UserError, RuntimeError):
 
 class SettingError(UserError, ValueError):
     """A setting, environment variable or argument has a value that it cannot have."""
+
+
+class StateDictError(UserError, RuntimeError):
+    """A state dict does not fit the model or the optimizer that it was to be loaded into, which is as it was."""
+
+    def __init__(self, what: str, problems: tuple[str, ...]) -> None:
+        self.what = what
+        self.problems = problems
+        super().__init__(
+            f"Error(s) in loading state_dict for {what}, into which nothing was loaded:\n\t"
+            + "\n\t".join(problems)
+            + "\nMake the model as it was when this was saved, or convert the tensors first"
+        )
 
 
 class ForkError(UserError, RuntimeError):

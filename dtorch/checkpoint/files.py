@@ -152,7 +152,8 @@ class FileWriter:
             ends.append((ends[-1] if ends else 0) + entry.num_bytes)
         offsets = list(zip([0, *ends], ends, strict=False))
         header = json.dumps(
-            {
+            {"__metadata__": {"format": "pt"}}
+            | {
                 entry.name: {
                     "dtype": entry.dtype,
                     "shape": box_shape(entry.box),

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from dtorch.checkpoint.files import INDEX, Index
+from dtorch.checkpoint.saving import DCP_INDEX
 from dtorch.checkpoint.tree import unpacked
+from dtorch.optimizers import fits_parameter
 from dtorch.parallel.upload import upload
 from dtorch.parallel.weights import DTYPES, Checkpoint, Sources, StoredTensor
 from dtorch.tensors import Tensor
@@ -40,7 +42,7 @@ def load(path: str | os.PathLike[str], into: Any = None) -> Any:
             lacks something, or has it with another shape or dtype. What does not fit is found before anything changes.
         MeshError, ControllerLost, SessionClosed: as for every op.
     """
-    stored = read_index(Path(path))
+    stored = read_stored(Path(path))
     if into is None:
         return unpacked(stored.state, lambda name, _: stored.tensors[name].whole())
     loading = _Loading(stored)
@@ -74,10 +76,12 @@ class _Loading:
             self.fills.append(lambda: into.load_state_dict(state))
         elif isinstance(into, Mapping):
             known = self._dict(node, into, path)
-            missing = [key for key in into if key not in known]
+            missing = [key for key in into if _key(key, known) not in known]
             if missing:
                 raise _misfit(path, f"lacks {missing}; it has {list(known)}")
-            return {key: self.fit(known[key], value, (*path, key)) for key, value in into.items()}
+            return {
+                key: self.fit(known[_key(key, known)], value, (*path, key)) for key, value in into.items()
+            }
         elif isinstance(into, list | tuple):
             items = node.get(type(into).__name__) if isinstance(node, dict) else None
             if items is None or len(items) != len(into):
@@ -129,8 +133,9 @@ class _Loading:
             self.fills.append(lambda: into.load_state_dict(extra, strict=False))
 
     def _fit_optimizer(self, node: Any, into: torch.optim.Optimizer, path: tuple[Any, ...]) -> None:
+        known = self._dict(node, into, path)
         # A tensor among their numbers (a learning rate) goes where that of the optimizer is, by load_state_dict.
-        groups = unpacked(self._dict(node, into, path).get("param_groups"), lambda name, _: name)
+        groups = unpacked(known.get("param_groups"), lambda name, _: name)
         parameters = [parameter for group in into.param_groups for parameter in group["params"]]
         sizes = [len(group["params"]) for group in groups or ()]
         if sizes != [len(group["params"]) for group in into.param_groups]:
@@ -139,15 +144,37 @@ class _Loading:
             )
         numbers = [number for group in groups for number in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=True))
+        # Torch's own checkpoints have strings in the place of numbers, and leave out what is empty.
+        by_text = {str(number): number for number in numbers}
+        items = known.get("state", {"dict": []})["dict"]
+        state = {"dict": [[by_text.get(str(number), number), item] for number, item in items]}
+        whole = {"dict": [["state", state], *([key, item] for key, item in known.items() if key != "state")]}
+        unpacked(whole, lambda name, inner: self._check_state(name, inner, by_number, path))
 
         def tensor(name: str, inner: tuple[Any, ...]) -> torch.Tensor:
             stored = self._stored.tensors[name]
             parameter = by_number.get(inner[1]) if inner[0] == "state" else None
             if isinstance(parameter, Tensor) and inner[2:] != ("step",) and stored.shape == parameter.shape:
-                return _placed(stored, parameter)
+                return _placed(stored, parameter, partial=False)
             return stored.whole()
 
-        self.fills.append(lambda: into.load_state_dict(unpacked(node, tensor)))
+        self.fills.append(lambda: into.load_state_dict(unpacked(whole, tensor)))
+
+    def _check_state(
+        self, name: str, inner: tuple[Any, ...], by_number: Mapping[Any, torch.Tensor], path: tuple[Any, ...]
+    ) -> None:
+        stored = self._stored.tensors[name]
+        parameter = by_number.get(inner[1]) if inner[0] == "state" else None
+        if parameter is not None and not fits_parameter(inner[-1], stored.shape, parameter.shape):
+            raise _misfit(
+                (*path, *inner),
+                f"has shape {list(stored.shape)}, and its parameter has {list(parameter.shape)}",
+            )
+
+
+def _key(key: Any, known: Mapping[Any, Any]) -> Any:
+    """Torch's own checkpoints have strings in the place of numbers."""
+    return key if key in known else str(key)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -181,6 +208,15 @@ def read_stored(path: Path) -> StoredState:
     """
     if (path / INDEX).exists():
         return read_index(path)
+    if (path / DCP_INDEX).exists():
+        from dtorch.checkpoint import dcp  # it loads torch.distributed, which takes a second
+
+        directory = dcp.read_directory(path.absolute())
+        return StoredState(directory.state, directory.tensors)
+    if not path.exists():
+        raise SettingError(
+            f"{path} holds no checkpoint: it does not exist; write the folder that save() was given, or a file"
+        )
     weights = Checkpoint(path)
     return StoredState({"dict": [[name, {"tensor": name}] for name in weights.tensors]}, weights.tensors)
 
@@ -205,8 +241,12 @@ def read_index(folder: Path) -> StoredState:
     return StoredState(index.state, tensors)
 
 
-def _placed(stored: StoredTensor, like: Tensor) -> Tensor:
-    """A stored tensor on the mesh of another and cut as that is, without ever being whole in this process."""
+def _placed(stored: StoredTensor, like: Tensor, *, partial: bool = True) -> Tensor:
+    """A stored tensor on the mesh of another and cut as that is, without ever being whole in this process.
+
+    Args:
+        partial: whether partial axes stay so; optimizers are not linear in their state.
+    """
     whole = tuple(Replicate() if isinstance(p, Partial) else p for p in like.placements)
     made = upload(stored, like.device_mesh, whole, read_by="client")
-    return made if whole == like.placements else made.redistribute(placements=like.placements)
+    return made if whole == like.placements or not partial else made.redistribute(placements=like.placements)

@@ -36,8 +36,8 @@ def packed(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
     def pack(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, torch.Tensor):
-            name = names.setdefault(_identity(value), "/".join(path) or "tensor")
-            if tensors.setdefault(name, value) is not value and _identity(tensors[name]) != _identity(value):
+            name = names.setdefault(identity(value), "/".join(path) or "tensor")
+            if tensors.setdefault(name, value) is not value and identity(tensors[name]) != identity(value):
                 raise SettingError(f"save(): two tensors would have the name {name!r}; rename a key")
             return {"tensor": name}
         if isinstance(value, dict):
@@ -63,10 +63,11 @@ def _key(key: Any, path: tuple[str, ...]) -> Any:
     return key
 
 
-def _identity(tensor: torch.Tensor) -> Any:
+def identity(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one value."""
     if isinstance(tensor, Tensor):
         return id(tensor._handle), tensor._spec
-    return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def unpacked(node: Any, tensor: Callable[[str, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:

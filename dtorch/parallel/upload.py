@@ -53,6 +53,12 @@ def upload(
     spec = intern_spec(stored.shape, stored.dtype, layout)
     location = capture(sys._getframe(1))
     paths = {piece.file.path for piece in stored.pieces}
+    if not stored.is_for_workers:
+        if read_by == "workers":
+            raise SettingError(
+                f"read_by='workers': {stored.file} holds pickles, which only this process reads; leave it out"
+            )
+        read_by = "client"
     unseen = {} if read_by == "client" else _unseen(graph, stored.sources, mesh, paths, location)
     if unseen and read_by == "workers":
         raise SettingError(

@@ -67,6 +67,11 @@ class StoredTensor:
         """The first that has elements of it."""
         return Path(self.pieces[0].file.path if self.pieces else next(iter(self.sources.files)))
 
+    @property
+    def is_for_workers(self) -> bool:
+        """Whether workers can read it, where they see its files."""
+        return True
+
     def blocks(self, box: Box, block_bytes: int = BLOCK_BYTES) -> Iterator[torch.Tensor]:
         """The elements of ``box`` in row-major order, as contiguous tensors of whole rows of about ``block_bytes``.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 import dtorch
 import dtorch.checkpoint as checkpoint
 import dtorch.nn as dnn
+from dtorch.checkpoint.files import Disk
 from dtorch_runtime.errors import SettingError, UnsupportedError
 
 R, S0, S1 = dtorch.Replicate(), dtorch.Shard(0), dtorch.Shard(1)
@@ -163,50 +164,75 @@ def test_each_device_has_a_file_that_other_programs_read(tmp_path: Path) -> None
     assert torch.equal(torch.cat(halves), x)
 
 
+class GatedDisk(Disk):
+    """Creates no file before the gate is open."""
+
+    gate: threading.Event
+
+    def create(self, path: Path) -> BinaryIO:
+        assert self.gate.wait(50), "the gate was not opened"
+        return super().create(path)
+
+
 @pytest.mark.usefixtures("cluster")
-def test_what_is_saved_beside_the_program_is_what_was_there(tmp_path: Path) -> None:
+def test_what_is_saved_beside_the_program_is_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GatedDisk.gate = threading.Event()
+    monkeypatch.setattr("dtorch.checkpoint.saving.Disk", GatedDisk)
     model, optimizer, scheduler = made(mesh_of(tp=2), 1)
     train(model, optimizer, scheduler, 1)
     expected = {key: value.to_torch() for key, value in model.state_dict().items()}
+    moment = optimizer.state[model.head.weight]["exp_avg"].to_torch()
     futures = [
         checkpoint.save_async(tmp_path, bundle(model, optimizer, scheduler, step)) for step in range(3)
     ]
-    train(model, optimizer, scheduler, 2)
+    losses = train(model, optimizer, scheduler, 2)
+    assert len(losses) == 2, "training goes on"
+    assert not any(future.done() for future in futures), "and nothing is written yet"
+    assert not torch.equal(model.head.weight.to_torch(), expected["head.weight"])
+    GatedDisk.gate.set()
     for future in futures:
         future.result(timeout=30)
     loaded = checkpoint.load(tmp_path)
     assert loaded["step"] == 2, "in their order"
     for key, value in expected.items():
         assert torch.equal(loaded["model"][key], value), key
+    assert torch.equal(loaded["optimizer"]["state"][6]["exp_avg"], moment)
+    assert loaded["scheduler"]["last_epoch"] == 1
     assert len(list(tmp_path.iterdir())) == 4, "the index, a file a device, and one for what is here"
 
 
-@pytest.fixture
-def damaged(tmp_path: Path, rng: random.Random) -> Any:
-    """``damaged(file)`` flips one bit of one byte; it is repaired for the next one."""
-    folder = tmp_path / "checkpoint"
-    checkpoint.save(folder, {"a": torch.arange(400_000.0), "b": [torch.ones(3), 1]})
-    good = tmp_path / "good"
-    shutil.copytree(folder, good)
-
-    def flip(name: str) -> Path:
-        shutil.rmtree(folder)
-        shutil.copytree(good, folder)
-        path = folder / name
-        data = bytearray(path.read_bytes())
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
-        return folder
-
-    return flip
+def test_a_flipped_bit_at_any_place_is_refused_with_the_name_of_the_file(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    checkpoint.save(tmp_path, {"a": torch.arange(7.0), "b": [torch.ones(3).bfloat16(), 1, "x"]})
+    paths = list(tmp_path.iterdir())
+    assert len(paths) == 2
+    for path in paths:
+        good = path.read_bytes()
+        for place in range(len(good)):
+            _flip(path, good, place, rng)
+            with pytest.raises(SettingError, match=path.name):
+                checkpoint.load(tmp_path)
+        path.write_bytes(good)
+    assert checkpoint.load(tmp_path)["b"][2] == "x", "it is whole again"
 
 
-def test_one_flipped_bit_is_refused_with_the_name_of_the_file(damaged: Any, tmp_path: Path) -> None:
-    names = [path.name for path in (tmp_path / "checkpoint").iterdir()]
-    assert len(names) == 2
-    for name in names * 20:
-        with pytest.raises(SettingError, match=name):
-            checkpoint.load(damaged(name))
+def test_a_flipped_bit_in_a_large_file_is_refused(tmp_path: Path, rng: random.Random) -> None:
+    checkpoint.save(tmp_path, {"a": torch.arange(600_000.0)})
+    [path] = tmp_path.glob("*.safetensors")
+    good = path.read_bytes()
+    for _ in range(20):
+        _flip(path, good, rng.randrange(len(good)), rng)
+        with pytest.raises(SettingError, match=path.name):
+            checkpoint.load(tmp_path)
+
+
+def _flip(path: Path, good: bytes, place: int, rng: random.Random) -> None:
+    data = bytearray(good)
+    data[place] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
 
 
 def test_other_damage_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ PUBLIC = """
     call_async capture profile counters explain memory_stats reset_peak_memory_stats
     auto_redistribute explain_redistributions
     DTorchError
-    UserError PlacementError MeshError MixedTensorError UnsupportedError CaptureError SettingError ForkError
+    UserError PlacementError MeshError MixedTensorError UnsupportedError CaptureError SettingError StateDictError
+    ForkError
     RemoteOpError
     InfrastructureError NodeLost ControllerLost ClusterTimeout TransportError HandshakeError SecurityError
     SessionClosed InternalError

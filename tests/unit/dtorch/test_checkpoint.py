@@ -11,16 +11,16 @@ import torch
 import dtorch.checkpoint as checkpoint
 from dtorch.checkpoint.files import Entry
 from dtorch.checkpoint.loading import read_index
-from dtorch.checkpoint.saving import _arriving, _Piece
+from dtorch.checkpoint.pieces import Piece, arriving
 from dtorch_runtime.worker.stored import CHECKED_BYTES, OpenFile
 
 
 def test_few_pieces_are_on_their_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtorch.checkpoint.saving._WINDOW_BYTES", 100)
+    monkeypatch.setattr("dtorch.checkpoint.pieces._WINDOW_BYTES", 100)
     on_the_way: list[int] = []
     most = []
 
-    def piece(number: int, size: int) -> _Piece:
+    def piece(number: int, size: int) -> Piece:
         def ask() -> Callable[[], torch.Tensor]:
             on_the_way.append(size)
             most.append(sum(on_the_way))
@@ -31,10 +31,10 @@ def test_few_pieces_are_on_their_way_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
             return wait
 
-        return _Piece(Entry(str(number), "U8", 1, ((0, size),)), ask)
+        return Piece(Entry(str(number), "U8", 1, ((0, size),)), ask)
 
     sizes = [30, 40, 20, 50, 250, 10, 10]
-    arrived = [tensor.item() for tensor in _arriving([piece(i, size) for i, size in enumerate(sizes)])]
+    arrived = [tensor.item() for tensor in arriving([piece(i, size) for i, size in enumerate(sizes)])]
     assert arrived == list(range(len(sizes))), "in the order of the file"
     assert most == [30, 70, 90, 70, 250, 10, 20], "or one piece alone"
 
