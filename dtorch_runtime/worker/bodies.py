@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.arguments import Expressions, Runner
 from dtorch_runtime.worker.blobs import Blobs
-from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
+from dtorch_runtime.worker.kernels import EXCHANGE_ROWS, REDISTRIBUTE, find_kernel
 from dtorch_runtime.worker.ledger import Ledger
 from dtorch_runtime.worker.transfers import Transfers
 from dtorch_runtime.worker.watch import StreamWatch
@@ -56,7 +56,18 @@ class Move:
     start: Mover | None = None
 
 
-FindMove: TypeAlias = Callable[[TemplateRecord], Move]
+#: Takes part in an exchange of rows: ``(rows and counts, their ids, id of the result, location) -> new rows``.
+ExchangeRows: TypeAlias = Callable[[Sequence[Any], Sequence[int], int, int], Any]
+
+
+class FindMoves(Protocol):
+    """How one device takes part in what several do together."""
+
+    def move(self, record: TemplateRecord) -> Move:
+        """In a redistribution."""
+
+    def exchange(self, record: TemplateRecord) -> ExchangeRows:
+        """In an exchange of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +108,7 @@ class CompiledBody:
     Args:
         steps: of the body.
         meshes: the session's, by id.
-        find_move: how one device's piece is redistributed.
+        moves: how one device takes part in redistributions and exchanges.
         transfers: carries out what is started; needed where something is.
         find_joint_mover: how those of all devices are; needed when there are several.
 
@@ -112,11 +123,11 @@ class CompiledBody:
         meshes: Mapping[int, DeviceMesh],
         devices: Sequence[BodyDevice],
         *,
-        find_move: FindMove | None = None,
+        moves: FindMoves | None = None,
         transfers: Transfers | None = None,
         find_joint_mover: FindJointMover | None = None,
     ) -> None:
-        writer = _Writer(record, meshes, devices, find_move, transfers, find_joint_mover)
+        writer = _Writer(record, meshes, devices, moves, transfers, find_joint_mover)
         for index, step in enumerate(steps):
             writer.add(step, next_op(steps, index + 1))
         source = writer.finish()
@@ -166,7 +177,7 @@ class _Writer:
         record: TemplateRecord,
         meshes: Mapping[int, DeviceMesh],
         devices: Sequence[BodyDevice],
-        find_move: FindMove | None,
+        moves: FindMoves | None,
         transfers: Transfers | None,
         find_joint_mover: FindJointMover | None,
     ) -> None:
@@ -174,7 +185,7 @@ class _Writer:
         self._meshes = meshes
         self._find_joint_mover = find_joint_mover
         self._devices = [
-            _DeviceWriter(self, record, meshes, device, index, find_move, transfers)
+            _DeviceWriter(self, record, meshes, device, index, moves, transfers)
             for index, device in enumerate(devices)
         ]
         self.constants: list[Any] = []
@@ -253,7 +264,7 @@ class _DeviceWriter:
         meshes: Mapping[int, DeviceMesh],
         device: BodyDevice,
         index: int,
-        find_move: FindMove | None,
+        moves: FindMoves | None,
         transfers: Transfers | None,
     ) -> None:
         self._writer = writer
@@ -262,7 +273,7 @@ class _DeviceWriter:
         self._device = device.device
         self._torch_device = device.torch_device
         self._index = index
-        self._find_move = find_move
+        self._moves = moves
         self._transfers = transfers
         self._ledger = device.ledger
         self._watch = device.watch
@@ -287,7 +298,10 @@ class _DeviceWriter:
         elif step.template.op == REDISTRIBUTE:
             self._move(step, following)
         elif any(self._takes_part(mesh_id) for mesh_id in step.template.mesh_ids):
-            self._call(step)
+            if step.template.op == EXCHANGE_ROWS:
+                self._exchange(step)
+            else:
+                self._call(step)
 
     def finish(self) -> None:
         """Hand the outputs over."""
@@ -366,8 +380,8 @@ class _DeviceWriter:
         self.tell(step)
 
     def _move(self, step: BodyOp, following: BodyOp | None) -> None:
-        assert self._find_move is not None
-        move = self._find_move(step.template)
+        assert self._moves is not None
+        move = self._moves.move(step.template)
         if not (move.is_source or move.is_target):
             return
         (read,), (made,) = step.inputs, step.outputs
@@ -390,6 +404,16 @@ class _DeviceWriter:
                 self._pending[made] = step
         else:
             self.tell(step, move.is_source, move.is_target)
+
+    def _exchange(self, step: BodyOp) -> None:
+        assert self._moves is not None
+        exchange = self._writer.constant(self._moves.exchange(step.template))
+        values = ", ".join(self.value(value) for value in step.inputs)
+        ids = ", ".join(self._id(value) for value in step.inputs)
+        [made] = step.outputs
+        call = f"{exchange}(({values}), ({ids}), {self._id(made)}, {step.location_id})"
+        self._line(f"{self.made(made)} = {self._counted(made, call, step)}")
+        self.tell(step)
 
     def tell(self, step: BodyOp, reads: bool = True, makes: bool = True) -> None:
         """Tell the race detector, when there is one, what a step has used."""

@@ -26,7 +26,7 @@ from dtorch_runtime.worker.bodies import BodyDevice, CompiledBody, Interrupted, 
 from dtorch_runtime.worker.collectives.base import ParcelName
 from dtorch_runtime.worker.costs import Way, Weight, choose, joint_us, kernel_us
 from dtorch_runtime.worker.failures import SessionEnded
-from dtorch_runtime.worker.kernels import REDISTRIBUTE
+from dtorch_runtime.worker.kernels import EXCHANGE_ROWS, REDISTRIBUTE
 from dtorch_runtime.worker.redistribute import DeviceStep, Transfer, TransferPlanner, check_piece
 
 #: Runs a call op by op, given its record, and returns what it did.
@@ -324,10 +324,12 @@ class JointBodies:
         members = [here[number] for number in devices]
         if any(not _can_take_turns(member.body_device) for member in members):
             return None
-        moves = [step.template for step in apart.steps if isinstance(step, BodyOp)]
+        templates = [step.template for step in apart.steps if isinstance(step, BodyOp)]
+        if any(template.op == EXCHANGE_ROWS for template in templates):
+            return None  # its devices meet inside of it
         transfers = {
             template.template_id: planner.of(template, meshes)
-            for template in moves
+            for template in templates
             if template.op == REDISTRIBUTE
         }
         movers = {number: joint_mover(transfer, devices) for number, transfer in transfers.items()}

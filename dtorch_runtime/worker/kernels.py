@@ -25,6 +25,7 @@ from dtorch_runtime.worker.fast_bindings import fast_binding
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 REDISTRIBUTE = "dtorch::redistribute"
+EXCHANGE_ROWS = "dtorch::exchange_rows"
 
 
 @dataclass(frozen=True, slots=True)

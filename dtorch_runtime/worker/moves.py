@@ -1,4 +1,4 @@
-"""Redistributions as a device's session runs them: at once, or beside the ops that follow."""
+"""Redistributions as a device's session runs them: at once, or beside the ops that follow. And exchanges of rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dtorch_runtime.ir.stream import FREE
 from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.arguments import Runner
 from dtorch_runtime.worker.blobs import Blobs, Pending, Poison, UnderWay
-from dtorch_runtime.worker.bodies import Move
+from dtorch_runtime.worker.bodies import ExchangeRows, Move
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import REDISTRIBUTE
 from dtorch_runtime.worker.redistribute import Redistributor, Transfer, check_piece
+from dtorch_runtime.worker.row_exchange import RowExchange
 from dtorch_runtime.worker.streams.cpu import CpuEvent
 from dtorch_runtime.worker.transfers import Transfers
 
@@ -113,6 +114,42 @@ class Moves:
                     result = move(value, words[i + 2], out, words[i + 1], seq())
                 if is_target:
                     blobs[out] = result
+            return i + width
+
+        return run
+
+    def exchange(self, record: TemplateRecord) -> ExchangeRows:
+        """How this device takes part in an exchange of rows. It never raises: errors become the poison of its result.
+
+        Raises:
+            InternalFailure: the template contradicts itself.
+        """
+        mesh = self._meshes[record.mesh_ids[0]]
+        exchange = RowExchange(record, mesh, self._device, self._redistributor)
+
+        def exchange_rows(values: Sequence[Any], value_ids: Sequence[int], out: int, location_id: int) -> Any:
+            def fail(error: Exception) -> Poison:
+                words = [record.template_id, location_id, *value_ids, out]
+                return self._poison(record, words, error, self._seq())
+
+            rows, counts = values
+            return exchange.run(rows, counts, self._session, out, fail)
+
+        return exchange_rows
+
+    def exchange_runner(self, record: TemplateRecord, blobs: Blobs) -> Runner:
+        """The runner of an exchange of rows.
+
+        Raises: as ``exchange``.
+        """
+        exchange, transfers, width = self.exchange(record), self._transfers, record.width
+
+        def run(words: list[int], i: int) -> int:
+            inputs, out = words[i + 2 : i + 4], words[i + 4]
+            if out:
+                if transfers is not None:
+                    transfers.resolve(blobs, inputs)
+                blobs[out] = exchange([blobs.get(value) for value in inputs], inputs, out, words[i + 1])
             return i + width
 
         return run

@@ -136,6 +136,20 @@ class TransferPlanner:
         source, target = layout_from_record(arg.source, meshes), layout_from_record(arg.target, meshes)
         return self.plan(arg.shape, dtype_of(arg.dtype), source, target)
 
+    def torch_device_of(self, device: int) -> torch.device | None:
+        """Where the tensors of a device are; None when it is another agent's."""
+        return self._local.get(device)
+
+    def node_of(self, device: int) -> str:
+        """The name of the node that has a device.
+
+        Raises:
+            InternalFailure: none of this cluster does.
+        """
+        if device not in self._node_of:
+            raise InternalFailure(f"device {device} is of no node of this cluster")
+        return self._node_of[device]
+
     def _plan(self, shape: tuple[int, ...], dtype: torch.dtype, source: Layout, target: Layout) -> Transfer:
         unknown = sorted({*source.mesh.devices, *target.mesh.devices} - self._node_of.keys())
         if unknown:
@@ -338,24 +352,40 @@ class Redistributor:
                 value = None
                 continue
             key = StepKey(session, value_id, number)
-            if step.gives:
-                value = self._give(transfer, step, key, device, value, fail)
-            try:
-                result = None
-                if step.group is not None:
-                    result = self._exchange.take_part(key, step.group, device, value, transfer)
-                if step.recipe is not None:
-                    result = step.recipe.build({} if value is None else {(device, 0): value})
-                value = result
-            except SessionEnded:
-                raise
-            except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it
-                value = fail(error)
+            value = self.take_step(step, key, device, value, transfer, fail)
         return value
+
+    def take_step(
+        self,
+        step: DeviceStep,
+        key: StepKey,
+        device: int,
+        value: Blob | None,
+        what: object,
+        fail: Callable[[Exception], Poison],
+    ) -> Blob | None:
+        """One device's part of one step of ``what``; arguments and result as those of ``run``.
+
+        Raises:
+            SessionEnded: the session ended meanwhile.
+        """
+        if step.gives:
+            value = self._give(what, step, key, device, value, fail)
+        try:
+            result = None
+            if step.group is not None:
+                result = self._exchange.take_part(key, step.group, device, value, what)
+            if step.recipe is not None:
+                result = step.recipe.build({} if value is None else {(device, 0): value})
+            return result
+        except SessionEnded:
+            raise
+        except Exception as error:  # noqa: BLE001  it becomes the poison of all that depends on it
+            return fail(error)
 
     def _give(
         self,
-        transfer: Transfer,
+        what: object,
         step: DeviceStep,
         key: StepKey,
         device: int,
@@ -364,7 +394,7 @@ class Redistributor:
     ) -> Blob | None:
         """Send what other agents need; what goes wrong becomes poison, for the local peers too."""
         try:
-            self._run_ahead.wait_for_room(device, transfer)
+            self._run_ahead.wait_for_room(device, what)
         except ClusterTimeout as error:
             value = fail(error)
         if not step.sends:

@@ -52,7 +52,7 @@ from dtorch_runtime.worker.failures import (
     failure_of,
 )
 from dtorch_runtime.worker.joint import JointBodies, JointMember, weigh
-from dtorch_runtime.worker.kernels import REDISTRIBUTE, find_kernel
+from dtorch_runtime.worker.kernels import EXCHANGE_ROWS, REDISTRIBUTE, find_kernel
 from dtorch_runtime.worker.ledger import (
     UNKNOWN,
     CountedBlobs,
@@ -402,6 +402,8 @@ class DeviceSession:
                 return self._ordered(record, self._body_runner(record))
             if record.op == REDISTRIBUTE:
                 return self._counted_runner(record, self._moves.runner(record, self.blobs))
+            if record.op == EXCHANGE_ROWS:
+                return self._counted_runner(record, self._moves.exchange_runner(record, self.blobs))
             runner = compile_runner(
                 find_kernel(record.op),
                 record,
@@ -456,8 +458,8 @@ class DeviceSession:
     def _body_runner(self, record: TemplateRecord) -> Runner:
         session, planner = self.session, self._redistributor.planner
         steps = parse_body(record, session.templates)
-        devices, find = [self.body_device], self._moves.move
-        body = CompiledBody(record, steps, session.meshes, devices, find_move=find, transfers=self._transfers)
+        devices, moves = [self.body_device], self._moves
+        body = CompiledBody(record, steps, session.meshes, devices, moves=moves, transfers=self._transfers)
         single = partial(weigh, record, steps, self.blobs, self._moves.at_once(self._run))
         part = session.joint.join(
             record, body, self._device, session.devices, session.meshes, planner, single

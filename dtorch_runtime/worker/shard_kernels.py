@@ -19,6 +19,7 @@ from dtorch_runtime.worker import (  # noqa: F401  register their kernels
     piece_kernels as _piece_kernels,
     random_kernels as _random_kernels,
     regions as _regions,
+    route_kernels as _route_kernels,
 )
 from dtorch_runtime.worker.kernels import find_kernel, kernel
 
