@@ -162,7 +162,10 @@ class Watch:
             return [(name, value.fget)]
         if isinstance(value, types.ModuleType):
             return ()
-        if type(value).__module__.partition(".")[0] in _OWN:
+        is_own = type(value).__module__.partition(".")[0] in _OWN
+        if is_own and not isinstance(
+            value, torch.nn.Module
+        ):  # those of dtorch.nn have parameters as any other
             return [(name, value.__wrapped__)] if hasattr(value, "__wrapped__") else ()
         if isinstance(value, dict):
             return self._dict(name, value, _ITEM)

@@ -192,6 +192,19 @@ def test_cross_entropy_never_gathers_the_logits() -> None:
     assert all(span.num_bytes <= rows * 8 for span in moves)
 
 
+@pytest.mark.usefixtures("cluster")
+def test_they_can_be_captured() -> None:
+    """Their parameters are found like those of the user's modules."""
+    layer = dnn.ColumnParallelLinear(4, 6, device_mesh=mesh_of("tp=2"))
+    captured = dtorch.capture(lambda x: layer(x))
+    x = dtorch.ones((2, 4), device_mesh=mesh_of("tp=2"))
+    for _ in range(2):
+        assert torch.equal(captured(x).to_torch(), layer(x).to_torch())
+        with torch.no_grad():
+            layer.weight.mul_(2)
+    assert dtorch.counters().replays == 1
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
