@@ -24,29 +24,31 @@ class ShardedParameters:
         """The placement of each parameter on ``axis``; those that are not named are replicated."""
         raise NotImplementedError
 
+    def cuts_by_axis(self) -> Mapping[Axis, Mapping[str, Placement]]:
+        """The same for each axis that the module cuts over."""
+        return {self.axis: self.cuts()}
+
     def placements_on(self, mesh: DeviceMesh) -> dict[str, Placements]:
-        """The placements of the module's own parameters on a mesh: replicated on all axes but ``axis``.
+        """The placements of the module's own parameters on a mesh: replicated on the axes that it does not cut over.
 
         Raises:
             MeshError: ``axis`` is neither a name nor a number.
         """
         names = (name for name, _ in cast(nn.Module, self).named_parameters(recurse=False))
-        return cut_along(mesh, self.axis, self.cuts(), names)
+        return cut_along(mesh, self.cuts_by_axis(), names)
 
 
 def cut_along(
-    mesh: DeviceMesh, axis: Axis, cuts: Mapping[str, Placement], names: Iterable[str]
+    mesh: DeviceMesh, cuts: Mapping[Axis, Mapping[str, Placement]], names: Iterable[str]
 ) -> dict[str, Placements]:
-    """The placements of the parameters ``names`` on a mesh, replicated on all axes but ``axis``.
+    """The placements of the parameters ``names`` on a mesh, replicated on the axes that ``cuts`` does not name.
 
     Raises:
-        MeshError: ``axis`` is neither a name nor a number.
+        MeshError: an axis is neither a name nor a number.
     """
-    number = axis_number(mesh, axis)
+    by_number = {axis_number(mesh, axis): placements for axis, placements in cuts.items()}
     return {
-        name: tuple(
-            cuts.get(name, Replicate()) if index == number else Replicate() for index in range(mesh.ndim)
-        )
+        name: tuple(by_number.get(index, {}).get(name, Replicate()) for index in range(mesh.ndim))
         for name in names
     }
 

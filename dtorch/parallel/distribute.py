@@ -11,6 +11,7 @@ from torch import nn
 
 from dtorch.graph import Graph
 from dtorch.parallel.buffers import restore_buffers
+from dtorch.parallel.cuts import ShardedParameters
 from dtorch.parallel.experts import is_experts, run_on_mesh
 from dtorch.parallel.facts import AutoPlan, auto_plan, base_prefix, collect_facts
 from dtorch.parallel.hooks import add_entry_hooks, add_gradient_hook, add_module_hooks, generate_on
@@ -44,7 +45,8 @@ def parallelize(
     Args:
         model: changed in place. Its weights may be on the CPU, where each is released once it is placed, or on
             ``"meta"`` or ``"dtorch"`` with ``checkpoint`` to say what they are.
-        mesh: axes named ``dp``, ``tp``, ``pp``, ``ulysses_cp`` or ``ring_cp``, any of them.
+        mesh: axes named ``dp``, ``tp``, ``pp``, ``ulysses_cp`` or ``ring_cp``, any of them, and those that modules of
+            ``dtorch.nn`` name.
         plan: ``"auto"`` reads the plan that a Hugging Face model carries. Otherwise a dict from patterns of module
             names (``"layers.*.mlp.up_proj"``) to a style of ``dtorch.parallel.tp_plan`` or to the placements of
             the weight, one for each mesh axis. Modules that it does not name are replicated.
@@ -123,4 +125,5 @@ def _check(model: nn.Module, mesh: DeviceMesh) -> None:
             f"this {type(model).__name__} is parallel already, on {model.dtorch_mesh!r}; "
             f"build it again to put it on another mesh"
         )
-    check_mesh(mesh)
+    own = (module for module in model.modules() if isinstance(module, ShardedParameters))
+    check_mesh(mesh, [axis for module in own for axis in module.cuts_by_axis()])

@@ -33,7 +33,7 @@ def collect_facts(model: nn.Module) -> list[ModuleFacts]:
                 weights={key: tuple(parameter.shape) for key, parameter in own.items()},
                 num_head_groups=groups.get(name) if kind in ("linear", "conv1d") else None,
                 tied={key: id(parameter) for key, parameter in own.items()},
-                cut=(module.axis, module.cuts()) if isinstance(module, ShardedParameters) else None,
+                cut=module.cuts_by_axis() if isinstance(module, ShardedParameters) else None,
             )
         )
     return facts

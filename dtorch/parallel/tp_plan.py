@@ -78,7 +78,7 @@ class ModuleFacts:
     ``num_head_groups`` is the number of key/value heads where the module is part of an attention layer: no cut may
     separate query heads from the key/value head that they share. ``weights`` holds the global shapes of its own
     parameters. ``tied`` names, for each parameter, the object it is, so that tied ones are recognised. ``cut`` is what
-    a module of ``dtorch.nn`` says by itself: the axis, and the placement on it of each parameter that is not whole.
+    a module of ``dtorch.nn`` says by itself: for each axis, the placement on it of each parameter that is not whole.
     """
 
     name: str
@@ -86,7 +86,7 @@ class ModuleFacts:
     weights: Mapping[str, tuple[int, ...]]
     num_head_groups: int | None = None
     tied: Mapping[str, int] = field(default_factory=dict)
-    cut: tuple[Axis, Mapping[str, Placement]] | None = None
+    cut: Mapping[Axis, Mapping[str, Placement]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +102,29 @@ class ModulePlan:
     restores_output: bool = False
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
+def check_mesh(mesh: DeviceMesh, own_axes: Iterable[Axis] = ()) -> None:
     """Refuse meshes whose axes ``parallelize`` has no use for.
 
+    Args:
+        own_axes: those that modules of ``dtorch.nn`` cut over.
+
     Raises:
-        MeshError: the axes have no names, or one has a name that is not in ``AXES``.
+        MeshError: the axes have no names, or one is neither in ``AXES`` nor in ``own_axes``.
     """
+    own = tuple(own_axes)
+    allowed = tuple(dict.fromkeys((*AXES, *(axis for axis in own if isinstance(axis, str)))))
     if mesh.mesh_dim_names is None:
         names = f"({TP_AXIS!r},)" if mesh.ndim == 1 else f"({DP_AXIS!r}, {TP_AXIS!r})"
         raise MeshError(
             f"parallelize() decides by the names of a mesh's axes, and {mesh!r} has none; "
             f"write mesh_dim_names={names}"
         )
-    unknown = [name for name in mesh.mesh_dim_names if name not in AXES]
+    unknown = [
+        name for axis, name in enumerate(mesh.mesh_dim_names) if name not in allowed and axis not in own
+    ]
     if unknown:
         raise MeshError(
-            f"parallelize() uses the axes {', '.join(map(repr, AXES))}; {mesh!r} also has {unknown}. "
+            f"parallelize() uses the axes {', '.join(map(repr, allowed))}; {mesh!r} also has {unknown}. "
             f"Give it a mesh without them, e.g. one of mesh.unbind({unknown[0]!r})"
         )
 
@@ -179,8 +186,7 @@ def _plan_module(facts: ModuleFacts, entry: str | Placements | None, mesh: Devic
                 f"the plan names {facts.name!r}, a module of dtorch.nn, which says by itself how it is cut; "
                 f"leave it out, or use the module of torch.nn"
             )
-        axis, cuts = facts.cut
-        return ModulePlan("own", cut_along(mesh, axis, cuts, facts.weights))
+        return ModulePlan("own", cut_along(mesh, facts.cut, facts.weights))
     if entry is None:
         entry = "replicate"
     if not isinstance(entry, str):
