@@ -16,13 +16,17 @@ from dtorch.nn.linear import (
     RowParallelLinearWithReplicateOutput,
 )
 from dtorch.nn.loss import VocabParallelCrossEntropyLoss, vocab_parallel_cross_entropy
+from dtorch.nn.moe import MoE
+from dtorch.nn.moe_router import Routing
 from dtorch.nn.norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 
 __all__ = [
     "ColumnParallelLinear",
     "ColumnParallelLinearWithReplicateOutput",
     "EmbeddingWithReplicateOutput",
+    "MoE",
     "ReplicateParallelLinear",
+    "Routing",
     "RowParallelLinear",
     "RowParallelLinearWithReplicateOutput",
     "SequenceParallelLayerNorm",

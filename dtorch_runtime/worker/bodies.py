@@ -411,6 +411,9 @@ class _DeviceWriter:
         values = ", ".join(self.value(value) for value in step.inputs)
         ids = ", ".join(self._id(value) for value in step.inputs)
         [made] = step.outputs
+        if self._watch is not None:
+            begins = self._writer.constant(self._watch.begins)
+            self._line(f"{begins}({EXCHANGE_ROWS!r}, {step.location_id})")
         call = f"{exchange}(({values}), ({ids}), {self._id(made)}, {step.location_id})"
         self._line(f"{self.made(made)} = {self._counted(made, call, step)}")
         self.tell(step)

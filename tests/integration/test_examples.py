@@ -82,6 +82,16 @@ def test_train_lm_learns_the_same_on_every_mesh(tmp_path: Path) -> None:
         assert (first, last) == pytest.approx(found["one"][:2], abs=2e-3), name
 
 
+@pytest.mark.timeout(120)
+def test_moe() -> None:
+    output = run("moe.py", "--steps", "11", "--ep", "2", timeout_s=100)
+    losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] - 0.5
+    used = [list(map(int, found.split(","))) for found in re.findall(r"%: \[(.*)\]", output)]
+    assert all(len(row) == 8 and sum(row) == pytest.approx(100, abs=5) for row in used)
+
+
 @pytest.mark.model
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(

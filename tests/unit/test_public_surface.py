@@ -39,7 +39,7 @@ SETTINGS = """
 NN = """
     ColumnParallelLinear ColumnParallelLinearWithReplicateOutput RowParallelLinear RowParallelLinearWithReplicateOutput
     ReplicateParallelLinear VocabParallelEmbedding EmbeddingWithReplicateOutput
-    SequenceParallelLayerNorm SequenceParallelRMSNorm
+    SequenceParallelLayerNorm SequenceParallelRMSNorm MoE Routing
     vocab_parallel_cross_entropy VocabParallelCrossEntropyLoss redistribute_input redistribute_output
 """
 
