@@ -73,6 +73,7 @@ _HOMES = {
     "call_async": "dtorch.asynchronous",
     "capture": "dtorch.replay.capture",
     "parallelize": "dtorch.parallel",
+    "plan": "dtorch.parallel",
     "load": "dtorch.loading",
     "assign_layers_to_stages": "dtorch.parallel.pipeline",
     "prefetch": "dtorch.prefetching",
@@ -134,7 +135,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
         memory_stats as memory_stats,
         reset_peak_memory_stats as reset_peak_memory_stats,
     )
-    from dtorch.parallel import parallelize as parallelize
+    from dtorch.parallel import parallelize as parallelize, plan as plan
     from dtorch.parallel.pipeline import assign_layers_to_stages as assign_layers_to_stages
     from dtorch.prefetching import prefetch as prefetch
     from dtorch.random import (

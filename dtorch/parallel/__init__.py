@@ -5,7 +5,19 @@ from __future__ import annotations
 from dtorch.parallel import pipeline
 from dtorch.parallel.cache import static_cache
 from dtorch.parallel.distribute import parallelize
+from dtorch.parallel.planning import ModelPlan, PlanRow, plan
 from dtorch.parallel.report import LayerRow, Report, describe
 from dtorch.parallel.zero import zero
 
-__all__ = ["LayerRow", "Report", "describe", "parallelize", "pipeline", "static_cache", "zero"]
+__all__ = [
+    "LayerRow",
+    "ModelPlan",
+    "PlanRow",
+    "Report",
+    "describe",
+    "parallelize",
+    "pipeline",
+    "plan",
+    "static_cache",
+    "zero",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -11,15 +10,14 @@ from torch import nn
 
 from dtorch.graph import Graph
 from dtorch.parallel.buffers import restore_buffers
-from dtorch.parallel.cuts import ShardedParameters
+from dtorch.parallel.decide import decide
 from dtorch.parallel.experts import is_experts, run_on_mesh
-from dtorch.parallel.facts import AutoPlan, auto_plan, base_prefix, collect_facts
+from dtorch.parallel.facts import base_prefix
 from dtorch.parallel.hooks import add_entry_hooks, add_gradient_hook, add_module_hooks, generate_on
 from dtorch.parallel.place import Progress, check_sources, collect_homes, find_stored, place
-from dtorch.parallel.sequence import add_sequence_hooks, check_sequence
+from dtorch.parallel.sequence import add_sequence_hooks
 from dtorch.parallel.stage_hooks import add_stage_hooks
-from dtorch.parallel.stages import plan_stages
-from dtorch.parallel.tp_plan import TP_AXIS, ModuleFacts, Plan, check_mesh, has_ranks, plan_modules
+from dtorch.parallel.tp_plan import Plan
 from dtorch.parallel.weights import Checkpoint
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -64,25 +62,20 @@ def parallelize(
         UnsupportedError: ``"auto"`` for a model that carries no plan, a buffer whose values cannot be made again, or
             an encoder with a decoder on an axis for sequences.
     """
-    _check(model, mesh)
-    if plan != "auto" and not isinstance(plan, Mapping):
+    if hasattr(model, "dtorch_mesh"):
         raise SettingError(
-            f"parallelize(plan=) takes 'auto' or a dict from patterns of module names to styles, got {plan!r}; "
-            f"write e.g. {{'layers.*.up': 'colwise'}}"
+            f"this {type(model).__name__} is parallel already, on {model.dtorch_mesh!r}; "
+            f"build it again to put it on another mesh"
         )
-    facts = collect_facts(model)
-    prefix = base_prefix(model)
-    check_sequence(model, mesh)
-    chosen = _choose(model, mesh, facts, plan)
-    stages = plan_stages(model, mesh)
+    decision = decide(model, mesh, plan)
+    stages, plans = decision.stages, decision.plans
     first, last = stages.meshes[0], stages.meshes[stages.end]
-    plans = plan_modules(facts, chosen.plan, first, prefix)
     source = None if checkpoint is None else Checkpoint(checkpoint)
     with torch.no_grad(), Graph.default_graph().device_mesh_guard(mesh):
         restore_buffers(model)
         homes = collect_homes(model, stages.mesh_of, plans)
         if source is not None:
-            find_stored(homes, source, prefix)
+            find_stored(homes, source, base_prefix(model))
         check_sources(homes)
         place(homes, on_progress)
     for name, module in model.named_modules():
@@ -97,33 +90,7 @@ def parallelize(
     add_stage_hooks(model, stages)
     generate_on(model, first)
     object.__setattr__(model, "dtorch_mesh", mesh)
-    object.__setattr__(model, "dtorch_notes", chosen.notes)
-    cuts_heads = any(f.num_head_groups and plans[f.name].style == "colwise" for f in facts)
+    object.__setattr__(model, "dtorch_notes", decision.notes)
+    cuts_heads = any(f.num_head_groups and plans[f.name].style == "colwise" for f in decision.facts)
     object.__setattr__(model, "dtorch_cuts_heads", cuts_heads)
     return model
-
-
-def _choose(
-    model: nn.Module, mesh: DeviceMesh, facts: Sequence[ModuleFacts], plan: Plan | Literal["auto"]
-) -> AutoPlan:
-    """The plan that counts. A mesh without ``tp`` needs none."""
-    if isinstance(plan, str):
-        return auto_plan(model, facts) if has_ranks(mesh, TP_AXIS) else AutoPlan({})
-    return AutoPlan(plan, ("the plan was given",))
-
-
-def _check(model: nn.Module, mesh: DeviceMesh) -> None:
-    if not isinstance(model, nn.Module):
-        raise SettingError(f"parallelize() takes a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(mesh, DeviceMesh):
-        raise SettingError(
-            f"parallelize() takes a mesh, e.g. dtorch.init_device_mesh('cpu', (2,), mesh_dim_names=('tp',)), "
-            f"got {type(mesh).__name__}"
-        )
-    if hasattr(model, "dtorch_mesh"):
-        raise SettingError(
-            f"this {type(model).__name__} is parallel already, on {model.dtorch_mesh!r}; "
-            f"build it again to put it on another mesh"
-        )
-    own = (module for module in model.modules() if isinstance(module, ShardedParameters))
-    check_mesh(mesh, [axis for module in own for axis in module.cuts_by_axis()])

@@ -53,16 +53,16 @@ class Report:
         for name, rows in self._folded() if fold else [(row.name, [row]) for row in self.rows]:
             first = rows[0]
             bytes_on = [sum(row.bytes_by_device.get(device, 0) for row in rows) for device in devices]
-            lines.append([name, _shape(first), str(first.layout), *map(_size, bytes_on)])
-        lines.append(["all weights", "", "", *(_size(self.bytes_by_device[d]) for d in devices)])
-        return _aligned(lines)
+            lines.append([name, _shape(first), str(first.layout), *map(size_text, bytes_on)])
+        lines.append(["all weights", "", "", *(size_text(self.bytes_by_device[d]) for d in devices)])
+        return aligned(lines)
 
     def _folded(self) -> list[tuple[str, list[LayerRow]]]:
         groups: dict[tuple[object, ...], list[LayerRow]] = {}
         for row in self.rows:
             key = (re.sub(r"\.\d+(?=\.)", ".*", row.name), row.shape, row.dtype, row.layout)
             groups.setdefault(key, []).append(row)
-        return [(_folded_name([row.name for row in rows]), rows) for rows in groups.values()]
+        return [(folded_name([row.name for row in rows]), rows) for rows in groups.values()]
 
     def __str__(self) -> str:
         return "\n".join([self.table(), *self.notes])
@@ -103,7 +103,7 @@ def _row(name: str, parameter: Tensor) -> LayerRow:
     )
 
 
-def _folded_name(names: Sequence[str]) -> str:
+def folded_name(names: Sequence[str]) -> str:
     """``layers.0.up``, ``layers.1.up``, ``layers.2.up`` as ``layers.[0-2].up``."""
     if len(names) == 1:
         return names[0]
@@ -127,18 +127,20 @@ def _shape(row: LayerRow) -> str:
     return f"{row.dtype}[{', '.join(map(str, row.shape))}]"
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """``1.2 MB``."""
     if num_bytes < 1000:
         return f"{num_bytes} B"
     exponent = min((len(str(num_bytes)) - 1) // 3, 3)
     return f"{num_bytes / 1000**exponent:.1f} {('B', 'kB', 'MB', 'GB')[exponent]}"
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]], num_left: int = 3) -> str:
+    """Lines of cells as columns: the first ones of text, the others of numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for line in lines:
-        left = [cell.ljust(width) for cell, width in zip(line[:3], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
+        left = [cell.ljust(width) for cell, width in zip(line[:num_left], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(line[num_left:], widths[num_left:], strict=True)]
         text.append("  ".join([*left, *right]).rstrip())
     return "\n".join(text)
