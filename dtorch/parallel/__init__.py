@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtorch.parallel import pipeline
 from dtorch.parallel.cache import static_cache
 from dtorch.parallel.distribute import parallelize
-from dtorch.parallel.planning import ModelPlan, PlanRow, plan
+from dtorch.parallel.preview import ModelPlan, PlanRow, plan
 from dtorch.parallel.report import LayerRow, Report, describe
 from dtorch.parallel.zero import zero
 

@@ -6,12 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 from torch import nn
 
 from dtorch.tensors import Tensor
 from dtorch_runtime.ir.layout import Layout, box_shape, local_box, num_elements
 from dtorch_runtime.ir.mesh import DeviceMesh
+
+#: The number of a layer in the name of a weight.
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +64,7 @@ class Report:
     def _folded(self) -> list[tuple[str, list[LayerRow]]]:
         groups: dict[tuple[object, ...], list[LayerRow]] = {}
         for row in self.rows:
-            key = (re.sub(r"\.\d+(?=\.)", ".*", row.name), row.shape, row.dtype, row.layout)
+            key = (_NUMBER.sub("*", row.name), row.shape, row.dtype, row.layout)
             groups.setdefault(key, []).append(row)
         return [(folded_name([row.name for row in rows]), rows) for rows in groups.values()]
 
@@ -107,9 +111,9 @@ def folded_name(names: Sequence[str]) -> str:
     """``layers.0.up``, ``layers.1.up``, ``layers.2.up`` as ``layers.[0-2].up``."""
     if len(names) == 1:
         return names[0]
-    numbers = [[int(number) for number in re.findall(r"(?<=\.)\d+(?=\.)", name)] for name in names]
+    numbers = [[int(number) for number in _NUMBER.findall(name)] for name in names]
     columns = [_ranges(sorted(set(column))) for column in zip(*numbers, strict=True)]
-    parts = re.split(r"(?<=\.)\d+(?=\.)", names[0])
+    parts = _NUMBER.split(names[0])
     return "".join(part + column for part, column in zip(parts, [*columns, ""], strict=True))
 
 

@@ -29,6 +29,7 @@ def cluster(leak_watch: LeakWatch) -> Iterator[None]:
     """Two nodes of one device each, so that whatever moves crosses a link that is counted."""
     before = leak_watch.snapshot()
     dtorch.init(num_nodes=2, devices_per_node=1)
+    dtorch.counters()
     leak_watch.declare_baseline(before)
     yield
     dtorch.shutdown()

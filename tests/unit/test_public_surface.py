@@ -17,7 +17,7 @@ PUBLIC = """
     empty zeros ones full rand randn randint randperm arange linspace eye tensor from_torch
     empty_like zeros_like ones_like full_like rand_like randn_like
     manual_seed get_rng_state set_rng_state fork_rng Generator Tensor TensorFuture Graph
-    parallelize assign_layers_to_stages load prefetch Settings
+    parallelize plan assign_layers_to_stages load prefetch Settings
     call_async capture profile counters explain memory_stats reset_peak_memory_stats
     auto_redistribute explain_redistributions
     DTorchError
@@ -44,7 +44,7 @@ NN = """
 """
 
 
-PARALLEL = "LayerRow Report describe parallelize pipeline static_cache zero"
+PARALLEL = "LayerRow ModelPlan PlanRow Report describe parallelize pipeline plan static_cache zero"
 
 
 def test_the_names_of_dtorch_parallel() -> None:
