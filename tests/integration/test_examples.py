@@ -117,3 +117,14 @@ def test_two_models() -> None:
     assert "Rome" in output
     assert "Tokyo" in output
     assert re.search(r"at the same time for \d+\.\d s", output)
+
+
+@pytest.mark.timeout(120)
+def test_rl_loop_learns_on_two_meshes() -> None:
+    size = ("--rollout-dp", "2", "--update-dp", "2", "--update-tp", "1", "--width", "32", "--steps", "24")
+    output = run("rl_loop.py", *size, timeout_s=100)
+    found = re.search(r"reward: (\d\.\d+) in the first 2 steps, (\d\.\d+) in the last", output)
+    assert found, output
+    assert float(found[1]) < 0.3, "a tenth of guesses is right"
+    assert float(found[2]) > float(found[1]) + 0.2, "and then more"
+    assert len(re.findall(r"^step +\d+ +reward", output, re.MULTILINE)) == 4
