@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dtorch.dispatch import special
 from dtorch_runtime.ir.mesh import DeviceMesh
+from dtorch_runtime.ir.placement import Replicate
 
 
 def _overloads() -> list[Any]:
-    """All but norms: those of several meshes become one number, ``dtorch.parallel.pipeline.clip_grad_norm_``."""
+    """All but norms, which go to one mesh: ``norms``."""
     names = [
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
@@ -23,6 +25,14 @@ def _overloads() -> list[Any]:
     ]
 
 
+def by_mesh(tensors: Sequence[Any]) -> dict[DeviceMesh, list[int]]:
+    """The places of the tensors of each mesh."""
+    groups: dict[DeviceMesh, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault(tensor._spec.layout.mesh, []).append(index)
+    return groups
+
+
 @special(*_overloads())
 def _one_op_a_mesh(
     cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], location: int
@@ -31,23 +41,24 @@ def _one_op_a_mesh(
     first = next((value for value in args if isinstance(value, list | tuple)), ())
     if any(type(tensor) is not cls for tensor in first):
         return NotImplemented
-    groups: dict[DeviceMesh, list[int]] = {}
-    for index, tensor in enumerate(first):
-        groups.setdefault(tensor._spec.layout.mesh, []).append(index)
+    groups = by_mesh(first)
     if len(groups) < 2:
         return NotImplemented
 
-    def of(indices: list[int], value: Any) -> Any:
+    def of(mesh: DeviceMesh, indices: list[int], value: Any) -> Any:
         """The group's share of a list that has an item for each tensor; other arguments are for all."""
-        is_list = isinstance(value, list | tuple) and len(value) == len(first)
-        return [value[index] for index in indices] if is_list else value
+        if isinstance(value, list | tuple) and len(value) == len(first):
+            return [value[index] for index in indices]
+        if getattr(value, "_spec", None) is not None and value.ndim == 0:  # as the factor of clip_grad_norm_
+            return value.redistribute(device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+        return value
 
     results: list[Any] = [None] * len(first)
     is_written = True
-    for indices in groups.values():
+    for mesh, indices in groups.items():
         found = func(
-            *(of(indices, value) for value in args),
-            **{name: of(indices, value) for name, value in kwargs.items()},
+            *(of(mesh, indices, value) for value in args),
+            **{name: of(mesh, indices, value) for name, value in kwargs.items()},
         )
         if found is not None:
             is_written = False
