@@ -281,15 +281,10 @@ def _round(call: _Call, axis: int) -> Any:
     """Attention over a ring, on whatever the other axes do.
 
     Raises:
-        UnsupportedError: a dropout, or a mask that wants a gradient.
+        UnsupportedError: a mask that wants a gradient.
+        RuntimeError: a dropout that is no probability.
         PlacementError: the cuts on other axes do not fit.
     """
-    if call.dropout_p:
-        raise UnsupportedError(
-            f"scaled_dot_product_attention over the mesh axis {RING_AXIS!r} has no dropout, got dropout_p="
-            f"{call.dropout_p}: no device has all weights of a row. Write dropout_p=0.0, or name the axis "
-            f"{ULYSSES_AXES[0]!r}"
-        )
     if call.mask is not None:
         if call.mask.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
@@ -297,6 +292,8 @@ def _round(call: _Call, axis: int) -> Any:
                 f"attn_mask.detach(), or name the axis {ULYSSES_AXES[0]!r}"
             )
         call.mask = _mask_placed(call, axis, Replicate())
+    if not 0 <= call.dropout_p <= 1:  # as torch says it
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {call.dropout_p}")
     mask_spec = None if call.mask is None else call.mask._spec
     specs = [x._spec for x in call.inputs]
     mask_layout = _check(*specs, mask_spec, axis, call.is_causal, call.enable_gqa)
@@ -304,7 +301,8 @@ def _round(call: _Call, axis: int) -> Any:
         call.mask = call.mask.redistribute(placements=mask_layout.placements)
     size = call.query.shape[-1]
     scale = call.scale if call.scale is not None else 1 / math.sqrt(size) if size else 1.0
-    return ring_attention(*call.inputs, call.mask, Ring(axis, bool(call.is_causal), float(scale)))
+    ring = Ring(axis, bool(call.is_causal), float(scale), float(call.dropout_p))
+    return ring_attention(*call.inputs, call.mask, ring)
 
 
 @lru_cache(maxsize=4096)

@@ -24,13 +24,13 @@ from dtorch.graph import Graph
 from dtorch.issue import issue, make_entry, make_symbol, transfer
 from dtorch.location import capture
 from dtorch.meshes import layout_record
-from dtorch.op_plan import OpPlan
+from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.propagate import propagate
 from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Shard, split
-from dtorch_runtime.wire.records import Arg, LocalStart, Slot
+from dtorch_runtime.ir.placement import Replicate, Shard, split
+from dtorch_runtime.wire.records import Arg, DeviceArg, ListArg, LocalStart, ScalarSlot, Slot
 
 aten = torch.ops.aten
 
@@ -48,6 +48,7 @@ class Ring:
     axis: int
     is_causal: bool
     scale: float
+    dropout_p: float = 0.0
 
 
 def ring_attention(query: Any, key: Any, value: Any, mask: Any, ring: Ring) -> Any:
@@ -58,36 +59,37 @@ def ring_attention(query: Any, key: Any, value: Any, mask: Any, ring: Ring) -> A
             for the sequence.
         mask: None, or broadcast to [..., heads, queries, keys]: cut as the queries are, with all its columns.
     """
+    seed = _Issuer(query, key, ring).seed() if ring.dropout_p else None
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if needs_gradient:
-        return _apply(query, key, value, mask, ring)
-    return _forward(query, key, value, mask, ring)[0]
+        return _apply(query, key, value, mask, seed, ring)
+    return _forward(query, key, value, mask, seed, ring)[0]
 
 
 class _RingAttention(torch.autograd.Function):
     """The backward pass goes round once more, with the derivatives of keys and values beside them."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, ring: Ring) -> Any:
-        out, lse = _forward(query, key, value, mask, ring)
-        ctx.save_for_backward(query, key, value, mask, out, lse)
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, seed: Any, ring: Ring) -> Any:
+        out, lse = _forward(query, key, value, mask, seed, ring)
+        ctx.save_for_backward(query, key, value, mask, out, lse, seed)
         ctx.ring = ring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        query, key, value, mask, out, lse = ctx.saved_tensors
+        query, key, value, mask, out, lse, seed = ctx.saved_tensors
         like: Layout = out._spec.layout
         gradient = gradient.redistribute(device_mesh=like.mesh, placements=like.placements)
-        return *_backward(gradient, query, key, value, mask, out, lse, ctx.ring), None, None
+        return *_backward(gradient, query, key, value, mask, out, lse, seed, ctx.ring), None, None, None
 
 
 _apply: Any = _RingAttention.apply  # torch declares it without types
 
 
-def _forward(query: Any, key: Any, value: Any, mask: Any, ring: Ring) -> tuple[Any, Any]:
-    issuer = _Issuer(query, ring)
+def _forward(query: Any, key: Any, value: Any, mask: Any, seed: Any, ring: Ring) -> tuple[Any, Any]:
+    issuer = _Issuer(query, key, ring)
     layout: Layout = query._spec.layout
     dtype = _wide(query.dtype)
     out = issuer.full((*query.shape[:-1], value.shape[-1]), dtype, layout, 0.0)
@@ -96,15 +98,26 @@ def _forward(query: Any, key: Any, value: Any, mask: Any, ring: Ring) -> tuple[A
     for part in _parts(query._spec, key._spec, len(runs)):
         sums = [part.of_queries(x) for x in (out, lse)]
         keys = [part.of_keys(x) for x in (key, value)]
-        _forward_part(issuer, runs, sums, part.of_queries(query), keys, part.of_mask(mask, query.ndim))
+        shared = [part.of_mask(mask, query.ndim), seed]
+        _forward_part(issuer, part, runs, sums, part.of_queries(query), keys, shared)
         issuer.free_dropped()
     return out.to(query.dtype), lse
 
 
 def _forward_part(
-    issuer: _Issuer, runs: Sequence[_Run], homes: list[Any], query: Any, keys: list[Any], mask: Any
+    issuer: _Issuer,
+    part: _Part,
+    runs: Sequence[_Run],
+    homes: list[Any],
+    query: Any,
+    keys: list[Any],
+    shared: list[Any],
 ) -> None:
-    """Add all that goes round to ``homes``, the output and its log-sum-exp."""
+    """Add all that goes round to ``homes``, the output and its log-sum-exp.
+
+    Args:
+        shared: what all blocks are given: the mask, and the seed of a dropout.
+    """
     out, lse = homes
     held = [
         (issuer.sums(out, run, 0.0), issuer.sums(lse, run, float("-inf")), issuer.spread(query, run))
@@ -114,9 +127,10 @@ def _forward_part(
     for step in range(issuer.num_steps):
         following = [issuer.turned(pair, run, step + 1) for pair, run in zip(moving, runs, strict=True)]
         for i, j in _visible(runs):
-            offset = runs[i].offset - runs[j].offset
             is_first = step == 0 and j == 0
-            issuer.block("attention_block", 2, [*held[i], *moving[j], mask], offset, is_first=is_first)
+            operands = [*held[i], *moving[j], *shared]
+            issuer.block("attention_block", 2, operands, part, runs[i], runs[j], is_first=is_first)
+        del operands
         moving = following
         issuer.free_dropped()
     for (*sums, _), run in zip(held, runs, strict=True):
@@ -125,28 +139,36 @@ def _forward_part(
 
 
 def _backward(
-    gradient: Any, query: Any, key: Any, value: Any, mask: Any, out: Any, lse: Any, ring: Ring
+    gradient: Any, query: Any, key: Any, value: Any, mask: Any, out: Any, lse: Any, seed: Any, ring: Ring
 ) -> list[Any]:
-    issuer = _Issuer(query, ring)
+    issuer = _Issuer(query, key, ring)
     inputs = (query, key, value)
     made = [issuer.full(tuple(x.shape), _wide(x.dtype), x._spec.layout, 0.0) for x in inputs]
     runs = _runs(query._spec, key._spec, mask is not None, ring)
     for part in _parts(query._spec, key._spec, len(runs)):
         homes = [part.of_queries(made[0]), part.of_keys(made[1]), part.of_keys(made[2])]
-        kept = [part.of_queries(x) for x in (gradient, query, out, lse)]
+        kept = [part.of_queries(x) for x in (out, lse, gradient, query)]
         keys = [part.of_keys(x) for x in (key, value)]
-        _backward_part(issuer, runs, homes, kept, keys, part.of_mask(mask, query.ndim))
+        shared = [part.of_mask(mask, query.ndim), seed]
+        _backward_part(issuer, part, runs, homes, kept, keys, shared)
         issuer.free_dropped()
     return [x.to(like.dtype) for x, like in zip(made, inputs, strict=True)]
 
 
 def _backward_part(
-    issuer: _Issuer, runs: Sequence[_Run], homes: list[Any], kept: list[Any], keys: list[Any], mask: Any
+    issuer: _Issuer,
+    part: _Part,
+    runs: Sequence[_Run],
+    homes: list[Any],
+    kept: list[Any],
+    keys: list[Any],
+    shared: list[Any],
 ) -> None:
     """Add all that goes round to ``homes``, the derivatives of query, key and value.
 
     Args:
-        kept: the derivative of the output, the query, the output and its log-sum-exp.
+        kept: the output and its log-sum-exp, the derivative of the output, and the query.
+        shared: as for ``_forward_part``.
     """
     totals = [[issuer.sums(home, run, 0.0) for home in homes] for run in runs]
     held = [[issuer.spread(x, run) for x in kept] for run in runs]
@@ -155,8 +177,8 @@ def _backward_part(
         following = [issuer.turned(pair, run, step + 1) for pair, run in zip(moving, runs, strict=True)]
         for i, j in _visible(runs):
             sums = (totals[i][0], *totals[j][1:])
-            operands = [*sums, *held[i][:2], *moving[j], mask, *held[i][2:]]
-            issuer.block("attention_block_backward", 3, operands, runs[i].offset - runs[j].offset)
+            operands = [*sums, *held[i], *moving[j], *shared]
+            issuer.block("attention_block_backward", 3, operands, part, runs[i], runs[j])
         del sums, operands
         moving = following
         if step + 1 < issuer.num_steps:  # the sums of keys follow their block, and go home at last
@@ -288,7 +310,7 @@ def _parts(query: Spec, key: Spec, num_runs: int) -> list[_Part]:
 class _Issuer:
     """Issues what a ring consists of, in the graph of the query, as of the program's line."""
 
-    def __init__(self, query: Any, ring: Ring) -> None:
+    def __init__(self, query: Any, key: Any, ring: Ring) -> None:
         self.graph: Graph = query._handle.graph
         self.symbol_class: type[torch.Tensor] = query._symbol_class
         self.location = capture(sys._getframe(1), self.graph.thread_id)
@@ -296,6 +318,28 @@ class _Issuer:
         self.num_steps: int = query._spec.layout.mesh.shape[ring.axis]
         #: The dim of the sequence, in queries, keys and log-sum-exps alike.
         self.dim: int = query.ndim - 2
+        #: Of all weights, of which each block drops its own.
+        self.weights_shape: tuple[int, ...] = (*query.shape[:-1], key.shape[-2])
+        self.layout: Layout = query._spec.layout
+
+    def seed(self) -> Any:
+        """What the dropout of a call depends on, the next of the program, as a number on each device.
+
+        It is a value, and not a constant of the ops, so that a replay of a captured call takes the next one.
+        """
+        key = ("attention_seed", self.layout.mesh)
+        entry = self.graph.entries.get(key)
+        if entry is None:
+            mesh = self.layout.mesh
+            whole = Layout(mesh, (Replicate(),) * mesh.ndim)
+            plan = OpPlan(
+                op="dtorch::attention_seed",
+                args=(ScalarSlot(0), DeviceArg()),
+                outputs=(NewOutput(intern_spec((), torch.int64, whole)),),
+                num_seeds=1,
+            )
+            entry = self.graph.entries[key] = make_entry(self.graph.session, plan, "seed", 0)
+        return issue(self.symbol_class, entry, self.graph, (), self.location)
 
     def full(self, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, value: float) -> Any:
         """A new tensor."""
@@ -351,24 +395,41 @@ class _Issuer:
         return (*spec.shape[: self.dim], spec.shape[self.dim] // 2, *spec.shape[self.dim + 1 :])
 
     def block(
-        self, op: str, num_written: int, operands: Sequence[Any], offset: int, is_first: bool | None = None
+        self,
+        op: str,
+        num_written: int,
+        operands: Sequence[Any],
+        part: _Part,
+        queries: _Run,
+        keys: _Run,
+        is_first: bool | None = None,
     ) -> None:
         """An op on a block. ``operands`` are tensors and None; the first ``num_written`` are written to.
 
         Args:
-            offset: how far the run of the queries starts behind that of the keys.
+            queries, keys: the runs that the block's are of.
             is_first: of the forward pass: whether no block was added before.
         """
         given = [x for x in operands if x is not None]
-        key = (op, *[None if x is None else x._spec for x in operands], self.ring, offset, is_first)
+        specs = [None if x is None else x._spec for x in operands]
+        origin = self._origin(part, queries, keys) if self.ring.dropout_p else None
+        offset = queries.offset - keys.offset
+        key = (op, *specs, self.ring, offset, is_first, origin, self.weights_shape if origin else None)
         entry = self.graph.entries.get(key)
         if entry is None:
             numbers = iter(range(len(given)))
-            first = num_written if is_first is not None else num_written + 1  # of query, key and value
-            starts = [_start(operands[place]._spec) for place in (first, first + 1)]
+            *_, query, first_keys, _, _, _ = specs
             args: list[Arg] = [None if x is None else Slot(next(numbers)) for x in operands]
-            args += [*starts, offset, self.ring.is_causal, self.ring.scale]
+            args += [_start(query, -2), _start(first_keys, -2), offset, self.ring.is_causal, self.ring.scale]
             args += [] if is_first is None else [is_first]
+            if origin is not None:
+                starts: list[Arg] = [_start(query, dim) for dim in range(self.dim)]
+                args += [
+                    self.ring.dropout_p,
+                    ListArg([*self.weights_shape]),
+                    ListArg([*origin]),
+                    ListArg(starts),
+                ]
             plan = OpPlan(
                 op=f"dtorch::{op}",
                 args=tuple(args),
@@ -379,6 +440,13 @@ class _Issuer:
             entry = self.graph.entries[key] = make_entry(self.graph.session, plan, op, len(given))
         issue(self.symbol_class, entry, self.graph, given, self.location)
 
+    def _origin(self, part: _Part, queries: _Run, keys: _Run) -> tuple[int, ...]:
+        """Where in all weights those of a part and of two runs start."""
+        starts = [0] * self.dim
+        if part.dim is not None:
+            starts[part.dim] = part.start * part.times
+        return (*starts, queries.offset, keys.offset)
+
     def free_dropped(self) -> None:
         """Let the devices free the blocks that went on, before more come."""
         with self.graph.lock:
@@ -388,6 +456,7 @@ class _Issuer:
                 self.graph.free_dropped()
 
 
-def _start(spec: Spec) -> LocalStart:
-    """Where the local run of a sequence starts in it."""
-    return LocalStart(list(spec.shape), layout_record(spec.layout), len(spec.shape) - 2)
+def _start(spec: Spec | None, dim: int) -> LocalStart:
+    """Where the local piece starts in a dim."""
+    assert spec is not None, "queries and keys are never None"
+    return LocalStart(list(spec.shape), layout_record(spec.layout), dim % len(spec.shape))

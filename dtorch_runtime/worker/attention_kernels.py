@@ -10,10 +10,13 @@ Importing this module registers them. Shapes are local.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from dtorch_runtime.worker.distributions import bernoulli
 from dtorch_runtime.worker.kernels import kernel
+from dtorch_runtime.worker.positions import fill
 
 aten = torch.ops.aten
 _FLASH_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -46,6 +49,12 @@ def attention(
     return result.contiguous()
 
 
+@kernel("attention_seed")
+def attention_seed(seed: int, device: torch.device) -> torch.Tensor:
+    """A seed as a value: 0-dim int64."""
+    return torch.tensor(seed, dtype=torch.int64, device=device)
+
+
 @kernel("attention_block")
 def attention_block(
     out: torch.Tensor,
@@ -54,12 +63,17 @@ def attention_block(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
     query_start: int,
     key_start: int,
     offset: int,
     is_causal: bool,
     scale: float,
     is_first: bool,
+    dropout_p: float = 0.0,
+    weights_shape: Sequence[int] = (),
+    origin: Sequence[int] = (),
+    starts: Sequence[int] = (),
 ) -> None:
     """Add what one block of keys gives to ``out`` and ``lse``, in place.
 
@@ -71,13 +85,15 @@ def attention_block(
         query_start, key_start: where the runs start in their sequences; the first key is the first of the mask.
         offset: how far the sequence of queries starts behind that of keys, for the causal mask.
         is_first: no block was added before.
+        seed, dropout_p, weights_shape, origin, starts: of a dropout; see ``_kept``.
     """
     block = _block(query, key, value, mask, query_start, key_start, offset, is_causal)
     if block is None:
         return
+    kept = _kept(query, key, seed, dropout_p, weights_shape, origin, (*starts, query_start, key_start))
     query, key, value, mask, is_diagonal = block
     out, lse = _four_dims(out), _four_dims(lse.unsqueeze(-1)).squeeze(-1)
-    if _has_flash(query, value):
+    if kept is None and _has_flash(query, value):
         found, sums = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_diagonal, attn_mask=mask, scale=scale
         )
@@ -85,6 +101,7 @@ def attention_block(
         scores = _scores(query, key, mask, is_diagonal, scale)
         sums = scores.logsumexp(-1)
         weights = (scores - _finite(sums).unsqueeze(-1)).exp_()
+        weights = weights if kept is None else weights.mul_(kept)
         found = weights @ _repeated(value, query).to(weights.dtype)
     if mask is not None:  # a row that sees no key: kernels differ in what they say of it
         sums = sums.masked_fill((mask == -math.inf).all(-1), -math.inf)
@@ -105,39 +122,45 @@ def attention_block_backward(
     query_gradient: torch.Tensor,
     key_gradient: torch.Tensor,
     value_gradient: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    seed: torch.Tensor | None,
     query_start: int,
     key_start: int,
     offset: int,
     is_causal: bool,
     scale: float,
+    dropout_p: float = 0.0,
+    weights_shape: Sequence[int] = (),
+    origin: Sequence[int] = (),
+    starts: Sequence[int] = (),
 ) -> None:
     """Add the derivatives of one block of keys to the first three, in place.
 
     Args:
-        gradient, out: [..., heads, queries, features of value], of the attention to all keys.
+        out, gradient: [..., heads, queries, features of value], of the attention to all keys.
         lse: [..., heads, queries], of all keys.
         others: as for ``attention_block``.
     """
     block = _block(query, key, value, mask, query_start, key_start, offset, is_causal)
     if block is None:
         return
+    kept = _kept(query, key, seed, dropout_p, weights_shape, origin, (*starts, query_start, key_start))
     query, key, value, mask, is_diagonal = block
     gradient, out = _four_dims(gradient), _four_dims(out)
     lse = _four_dims(lse.unsqueeze(-1)).squeeze(-1)
     lse = lse.masked_fill(lse == -math.inf, math.inf).contiguous()  # rows that saw no key have no weights
-    if _has_flash(query, value):
+    if kept is None and _has_flash(query, value):
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, lse, 0.0, is_diagonal, attn_mask=mask, scale=scale
         )
     else:
-        found = _plain_backward(gradient, query, key, value, mask, out, lse, is_diagonal, scale)
+        found = _plain_backward(gradient, query, key, value, mask, kept, out, lse, is_diagonal, scale)
     for total, part in zip((query_gradient, key_gradient, value_gradient), found, strict=True):
         _four_dims(total).add_(part)
 
@@ -148,6 +171,7 @@ def _plain_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    kept: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     is_diagonal: bool,
@@ -155,8 +179,9 @@ def _plain_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weights = (_scores(query, key, mask, is_diagonal, scale) - lse.unsqueeze(-1)).exp_()
     gradient = gradient.to(weights.dtype)
-    of_value = weights.mT @ gradient
+    of_value = (weights if kept is None else weights * kept).mT @ gradient
     of_weights = gradient @ _repeated(value, query).to(weights.dtype).mT
+    of_weights = of_weights if kept is None else of_weights.mul_(kept)
     delta = (gradient * out).sum(-1, keepdim=True)
     of_scores = weights * (of_weights - delta) * scale
     of_key = of_scores.mT @ query.to(weights.dtype)
@@ -217,6 +242,39 @@ def _mask_dims(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         mask = mask.expand(*query.shape[:-3], *mask[(None,) * (3 - mask.ndim)].shape[-3:])
         return mask.reshape(-1, *mask.shape[-3:])
     return _four_dims(mask)
+
+
+# ---- dropout ----
+
+
+def _kept(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    seed: torch.Tensor | None,
+    dropout_p: float,
+    weights_shape: Sequence[int],
+    origin: Sequence[int],
+    starts: Sequence[int],
+) -> torch.Tensor | None:
+    """What each weight of a block is multiplied by: 0 where it is dropped, else so much that the mean stays.
+
+    It depends on the seed, and on where the weight is among all weights: as one device would drop it.
+
+    Args:
+        weights_shape: of all weights: [..., heads, queries, keys], global.
+        origin: where those of the runs and of the part start in them.
+        starts: where the local ones start in those.
+
+    Returns:
+        [batch, heads, queries, keys], float32 or wider; None without a seed.
+    """
+    if seed is None:
+        return None
+    kept = torch.empty((*query.shape[:-1], key.shape[-2]), dtype=torch.bool, device=query.device)
+    places = [first + start for first, start in zip(origin, starts, strict=True)]
+    fill(kept, weights_shape, places, int(seed.item()), bernoulli(1 - dropout_p))
+    factor = 0.0 if dropout_p == 1 else 1 / (1 - dropout_p)
+    return _four_dims(kept).to(torch.promote_types(query.dtype, torch.float32)).mul_(factor)
 
 
 # ---- by plain products, where there is no fused kernel ----

@@ -287,15 +287,59 @@ def test_without_gradients_in_lower_precision_and_with_a_mask_that_has_no_mesh()
     torch.testing.assert_close(low.detach().to_torch().float(), want, rtol=0.03, atol=0.03)
 
 
-def test_a_dropout_over_heads_draws_the_numbers_of_one_device() -> None:
-    tensors = inputs(4, 4, 6, 6)
-    results = []
-    for num_devices in (1, 2, 4):
-        dtorch.manual_seed(3)
-        ours = [placed(x, mesh_of([num_devices], ["ulysses_cp"]), [Shard(2)]) for x in tensors]
-        results.append(attention(*ours, dropout_p=0.4).to_torch())
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0])
+def dropped(shape: Sequence[int], names: Sequence[str], placements: Sequence[Any], kind: str) -> list[Any]:
+    """The results of two calls with a dropout, and the gradients of the first."""
+    mesh, (heads, length) = mesh_of(shape, names), (4, 8)
+    tensors, mask = inputs(heads, 2, length, length), mask_of(kind or None, 2, heads, length, length)
+    dtorch.manual_seed(3)
+    ours = [placed(x, mesh, placements).requires_grad_() for x in tensors]
+    on_mesh = None if mask is None else placed(mask, mesh, [R] * mesh.ndim)
+    options = {"dropout_p": 0.4, "is_causal": mask is None, "enable_gqa": True}
+    out = attention(*ours, on_mesh, **options)
+    out.backward(placed(torch.ones(2, heads, length, 8), mesh, placements))
+    with torch.no_grad():
+        again = attention(*ours, on_mesh, **options)
+    return [x.detach().to_torch() for x in (out, again, *(x.grad for x in ours))]
+
+
+@pytest.mark.parametrize("kind", ["", "of heads"], ids=["causal", "mask"])
+def test_a_dropout_draws_the_numbers_of_one_device(ring_kind: str, kind: str) -> None:
+    """There it is what torch makes of it."""
+    want = dropped([1], ["tp"], [R], kind)
+    assert not torch.equal(want[0], want[1]), "each call draws its own"
+    for shape, names, placements in (
+        ([2], ["ulysses_cp"], [Shard(2)]),
+        ([4], ["ring_cp"], [Shard(2)]),
+        ([3], ["ring_cp"], [Shard(2)]),
+        ([2, 2, 2], ["dp", "ring_cp", "tp"], [Shard(0), Shard(2), Shard(1)]),
+        ([2, 2], ["ring_cp", "ulysses_cp"], [Shard(2), Shard(2)]),
+    ):
+        found = dropped(shape, names, placements, kind)
+        for ours, theirs in zip(found, want, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=str((shape, names)))
+
+
+def test_a_replayed_dropout_draws_new_numbers_forward_and_the_same_backward() -> None:
+    mesh = mesh_of([2], ["ring_cp"])
+    value = placed(torch.eye(8).expand(1, 1, 8, 8), mesh, [Shard(2)])  # what comes out are the weights
+    query, key = (placed(torch.zeros(1, 1, 8, 8), mesh, [Shard(2)]) for _ in range(2))
+
+    @dtorch.capture
+    def step(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value = value.detach().requires_grad_()
+        out = attention(query, key, value, dropout_p=0.5)
+        (gradient,) = torch.autograd.grad(out.sum(), value)
+        return out.detach(), gradient
+
+    seen = []
+    for _ in range(4):
+        out, gradient = (x.to_torch() for x in step(value))
+        torch.testing.assert_close(
+            gradient[0, 0, :, 0], out[0, 0].sum(0)
+        )  # each key's weights, of all queries
+        seen.append(out)
+    assert replays(step) >= 2
+    assert not any(torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False))
 
 
 # ---- memory ----
@@ -382,7 +426,11 @@ def mistakes() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
             UnsupportedError,
             "attn_mask.detach",
         ),
-        "dropout": (lambda: attention(cut, cut, cut, dropout_p=0.1), UnsupportedError, "dropout_p=0.0"),
+        "dropout": (
+            lambda: attention(cut, cut, cut, dropout_p=1.5),
+            RuntimeError,
+            "between 0 and 1, but got 1.5",
+        ),
         "terms": (
             lambda: attention(
                 *[(placed(x, mesh_of((2, 2), ("tp", "ring_cp")), [R, Shard(2)])) for _ in range(2)],

@@ -82,17 +82,15 @@ def test_blocks_add_up(problem: dict[str, Any]) -> None:
             kept = own[1].clone(), sums.clone()
             for number, (k_start, k_size) in enumerate(problem["keys"]):
                 block = [x.narrow(-2, k_start, k_size) for x in (key, value)]
-                attention_block(
-                    *kept, own[0], *block, rows, q_start, k_start, 0, is_causal, SCALE, number == 0
-                )
+                place = (q_start, k_start, 0, is_causal, SCALE)
+                attention_block(*kept, own[0], *block, rows, None, *place, number == 0)
             own[1].copy_(kept[0])
             sums.copy_(kept[1])
             for k_start, k_size in problem["keys"]:
                 block = [x.narrow(-2, k_start, k_size) for x in (key, value)]
                 parts = [own[3].clone(), *(x.narrow(-2, k_start, k_size).clone() for x in found[1:])]
-                attention_block_backward(
-                    *parts, own[2], own[0], *block, rows, *kept, q_start, k_start, 0, is_causal, SCALE
-                )
+                place = (q_start, k_start, 0, is_causal, SCALE)
+                attention_block_backward(*parts, *kept, own[2], own[0], *block, rows, None, *place)
                 own[3].copy_(parts[0])
                 for x, part in zip(found[1:], parts[1:], strict=True):
                     x.narrow(-2, k_start, k_size).copy_(part)
@@ -105,7 +103,7 @@ def test_a_late_run_of_queries_sees_by_its_offset() -> None:
     query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
     for offset in (-4, -1, 0, 2, 9):
         out, lse = torch.zeros(1, 2, 3, 4), torch.full((1, 2, 3), -math.inf)
-        attention_block(out, lse, query, key, key, None, 0, 0, offset, True, 0.5, True)
+        attention_block(out, lse, query, key, key, None, None, 0, 0, offset, True, 0.5, True)
         visible = torch.ones(3, 5, dtype=torch.bool).tril(offset)
         scores = (query @ key.mT * 0.5).masked_fill(~visible, -math.inf)
         torch.testing.assert_close(out, scores.softmax(-1).nan_to_num(0) @ key)
@@ -118,6 +116,6 @@ def test_bfloat16_is_summed_in_float32() -> None:
     out, lse = torch.zeros(1, 2, 64, 8), torch.full((1, 2, 64), -math.inf)
     for start in range(0, 64, 8):
         block = [x[:, :, start : start + 8] for x in (key, value)]
-        attention_block(out, lse, query, *block, None, 0, start, 0, False, 0.5, start == 0)
+        attention_block(out, lse, query, *block, None, None, 0, start, 0, False, 0.5, start == 0)
     want = (query.float() @ key.float().mT * 0.5).softmax(-1) @ value.float()
     torch.testing.assert_close(out, want, rtol=0.02, atol=0.005)
