@@ -7,7 +7,7 @@ the schemes of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053), and brings 
 from __future__ import annotations
 
 from dtorch.nn.embedding import EmbeddingWithReplicateOutput, VocabParallelEmbedding
-from dtorch.nn.hooks import redistribute_input, redistribute_output
+from dtorch.nn.hooks import redistribute_input, redistribute_output, reduce_gradients
 from dtorch.nn.linear import (
     ColumnParallelLinear,
     ColumnParallelLinearWithReplicateOutput,
@@ -33,6 +33,7 @@ __all__ = [
     "SequenceParallelRMSNorm",
     "VocabParallelCrossEntropyLoss",
     "VocabParallelEmbedding",
+    "reduce_gradients",
     "redistribute_input",
     "redistribute_output",
     "vocab_parallel_cross_entropy",

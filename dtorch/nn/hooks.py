@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtorch.nn.sharding import moved
 from dtorch.parallel.cuts import Axis, axis_number
-from dtorch.parallel.hooks import map_tensors
+from dtorch.parallel.hooks import add_gradient_hook, map_tensors
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.placement import Placement
@@ -42,6 +42,17 @@ def redistribute_output(module: nn.Module, placements: Mapping[Axis, Placement])
     """Bring every tensor that ``module`` returns to these placements. See ``redistribute_input``."""
     wanted = _checked(placements, "redistribute_output")
     return module.register_forward_hook(lambda module, args, output: _brought(output, wanted))
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Bring the gradients of all parameters of ``module`` that are on a mesh to the placements of the parameters.
+
+    Modules of ``dtorch.nn`` and of ``dtorch.parallelize`` do it by themselves; those of ``torch.nn`` that were made on
+    a mesh, or moved there by ``.to("dtorch")``, leave a gradient as the terms that each device has of it.
+    """
+    for parameter in module.parameters():
+        if isinstance(parameter, Tensor):
+            add_gradient_hook(cast(nn.Parameter, parameter))
 
 
 def _checked(placements: Mapping[Axis, Placement], name: str) -> dict[Axis, Placement]:

@@ -40,7 +40,7 @@ NN = """
     ColumnParallelLinear ColumnParallelLinearWithReplicateOutput RowParallelLinear RowParallelLinearWithReplicateOutput
     ReplicateParallelLinear VocabParallelEmbedding EmbeddingWithReplicateOutput
     SequenceParallelLayerNorm SequenceParallelRMSNorm MoE Routing
-    vocab_parallel_cross_entropy VocabParallelCrossEntropyLoss redistribute_input redistribute_output
+    vocab_parallel_cross_entropy VocabParallelCrossEntropyLoss reduce_gradients redistribute_input redistribute_output
 """
 
 
