@@ -27,7 +27,8 @@ def run(name: str, *arguments: str, timeout_s: float = 50) -> str:
 
 def test_every_example_is_short_and_run_here() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
-    assert {file.name for file in files if len(file.read_text().splitlines()) >= MAX_LINES} == set()
+    # A whole Llama, and what docs/llama.md says of it.
+    assert {f.name for f in files if len(f.read_text().splitlines()) >= MAX_LINES} == {"llama.py"}
     tested = set(re.findall(r'run\("([\w.]+)"', Path(__file__).read_text()))
     assert {file.name for file in files} == tested
 
@@ -90,6 +91,22 @@ def test_moe() -> None:
     assert losses[-1] < losses[0] - 0.5
     used = [list(map(int, found.split(","))) for found in re.findall(r"%: \[(.*)\]", output)]
     assert all(len(row) == 8 and sum(row) == pytest.approx(100, abs=5) for row in used)
+
+
+@pytest.mark.timeout(120)
+def test_llama() -> None:
+    arguments = "--dp 2 --pp 2 --micro-batches 2 --ties-head --steps 2 --tokens 2"
+    output = run("llama.py", *arguments.split(), timeout_s=110)
+    assert "The same tokens as plain PyTorch." in output
+    assert "The same losses as on one device" in output
+
+
+def test_the_guide_to_llama_shows_what_is_in_it() -> None:
+    guide = (EXAMPLES.parent / "docs" / "llama.md").read_text()
+    code = "".join((EXAMPLES / "llama.py").read_text().split())
+    shown = re.findall(r"^```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    assert len(shown) >= 5
+    assert [snippet for snippet in shown if "".join(snippet.split()) not in code] == []
 
 
 @pytest.mark.model
