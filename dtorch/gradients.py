@@ -8,7 +8,7 @@ written with products that do too. These are differentiable again. ``conj()`` of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from dtorch.deferred import Waiting, deferring
 from dtorch.graph import is_default_mesh
 from dtorch.spec import Spec
 from dtorch_runtime.errors import PlacementError
-from dtorch_runtime.ir.placement import Replicate, Shard
+from dtorch_runtime.ir.placement import Placement, Replicate, Shard
 
 aten = torch.ops.aten
 
@@ -129,7 +129,7 @@ def _of_bias(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_like(whole: Any, spec: Spec, *, but: int | None = None) -> Any:
-    """A whole tensor cut as another is, except along the dim ``but``: a local slice, no bytes.
+    """A tensor cut as another is, except along the dim ``but``, where that is a local slice: no bytes.
 
     A gradient under ``vmap`` is torch's wrapper of several, which has no placements; it stays as it is.
     """
@@ -137,14 +137,23 @@ def _cut_like(whole: Any, spec: Spec, *, but: int | None = None) -> Any:
     if given is None:
         return whole
     mesh = spec.layout.mesh
-    if not given.layout.is_replicated or not (
-        given.layout.mesh == mesh or is_default_mesh(given.layout.mesh)
-    ):
+    if given.layout.mesh != mesh and not (given.layout.is_replicated and is_default_mesh(given.layout.mesh)):
         return whole
-    placements = [p if isinstance(p, Shard) and p.dim != but else Replicate() for p in spec.layout.placements]
-    if not any(isinstance(p, Shard) for p in placements):
-        return whole
-    return whole.redistribute(device_mesh=mesh, placements=placements)
+    placements = _local_cut(given, spec, but)
+    return whole if placements is None else whole.redistribute(device_mesh=mesh, placements=placements)
+
+
+@lru_cache(maxsize=4096)
+def _local_cut(given: Spec, like: Spec, but: int | None) -> tuple[Placement, ...] | None:
+    """The placements that a tensor has once it is cut as another one, on the axes along which it is whole."""
+    mesh = like.layout.mesh
+    own = given.layout.placements if given.layout.mesh == mesh else (Replicate(),) * mesh.ndim
+    kept = {p.dim for p in own if isinstance(p, Shard)} | {but}  # a second cut of a dim would move the first
+    placements = tuple(
+        wanted if old == Replicate() and isinstance(wanted, Shard) and wanted.dim not in kept else old
+        for old, wanted in zip(own, like.layout.placements, strict=True)
+    )
+    return None if placements == own else placements
 
 
 def _rows_like(whole: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

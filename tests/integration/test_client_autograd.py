@@ -57,6 +57,19 @@ def test_linear_layer(mesh: DeviceMesh, x_placement: Any, w_placement: Any, b_pl
         assert symbols[1].grad.placements == (Shard(0),)  # type: ignore[union-attr]  # it has one
 
 
+def test_the_gradient_of_a_linear_layer_may_be_cut_on_more_axes_than_its_input(grid: DeviceMesh) -> None:
+    """As where only the target of a loss is cut by sequence."""
+    x, w, target = torch.randn(4, 6, 3), torch.randn(5, 3), torch.randn(4, 6, 5)
+    symbols = [send(x, grid, Shard(0), Replicate()), send(w, grid)]
+    on_mesh = dtorch.from_torch(target, device_mesh=grid, placements=[Shard(0), Shard(1)])
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        output: Any = F.linear(x, w)
+        return (output - (on_mesh if isinstance(output, dtorch.Tensor) else target)).square().sum()
+
+    check_gradients(loss, [x, w], symbols)
+
+
 def _through_views(a: torch.Tensor) -> torch.Tensor:
     y = a * 2
     y[1].mul_(3)
