@@ -7,8 +7,8 @@ import inspect
 import itertools
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,12 +48,23 @@ def _restore_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) ->
 
 @dataclass(slots=True)
 class _GradientHome:
-    """A hook of a parameter: brings its gradients to where they are kept."""
+    """A hook of a parameter: brings its gradients to where they are kept.
+
+    Attributes:
+        waits: inside ``reduce_once``.
+        terms: the placements of the first gradient there, with which the others are added to it.
+    """
 
     placements: Sequence[Placement]
+    waits: bool = False
+    terms: Placements | None = None
 
     def __call__(self, gradient: Any) -> Any:
-        return gradient.redistribute(placements=self.placements)
+        if not self.waits:
+            return gradient.redistribute(placements=self.placements)
+        if self.terms is None:
+            self.terms = gradient.placements
+        return gradient.redistribute(placements=self.terms)
 
 
 def add_gradient_hook(parameter: nn.Parameter) -> None:
@@ -69,13 +80,61 @@ def set_gradient_placements(parameter: Any, placements: Sequence[Placement]) -> 
     """Bring each gradient of ``parameter`` to these placements, and no more to those that were set before."""
     if not parameter.requires_grad:
         return
-    # Terms of a sum all have the gradient of the sum.
-    resolved = [Replicate() if isinstance(p, Partial) else p for p in placements]
-    for hook in (parameter._backward_hooks or {}).values():
-        if isinstance(hook, _GradientHome):
-            hook.placements = resolved
-            return
-    parameter.register_hook(_GradientHome(resolved))
+    resolved = _with_gradients_whole(placements)
+    home = _home_of(parameter)
+    if home is None:
+        parameter.register_hook(_GradientHome(resolved))
+    else:
+        home.placements = resolved
+
+
+def _with_gradients_whole(placements: Sequence[Placement]) -> list[Placement]:
+    """Terms of a sum all have the gradient of the sum."""
+    return [Replicate() if isinstance(p, Partial) else p for p in placements]
+
+
+def _home_of(parameter: Any) -> _GradientHome | None:
+    hooks = (parameter._backward_hooks or {}).values()
+    return next((hook for hook in hooks if isinstance(hook, _GradientHome)), None)
+
+
+@contextmanager
+def reduce_once(parameters: Iterable[Any]) -> Iterator[None]:
+    """Inside, gradients are added up as the terms that each device has of them; at the end they are reduced, once.
+
+    Gradients that are kept in smaller pieces than their parameters (ZeRO) are reduced each time, as terms would take
+    the memory that the pieces save.
+    """
+    waiting: list[tuple[Any, _GradientHome, Any]] = []
+    for parameter in parameters:
+        home = _home_of(parameter)
+        if home is None or home.waits or not _may_have_terms(parameter, home):
+            continue
+        home.waits, home.terms = True, None
+        waiting.append((parameter, home, parameter.grad))
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, home, before in waiting:
+            home.waits = False
+            gradient, parameter.grad = parameter.grad, before
+            if gradient is None:
+                continue
+            whole = gradient.redistribute(placements=home.placements)
+            if before is None:
+                parameter.grad = whole
+            else:
+                with torch.no_grad():
+                    before.add_(whole)
+
+
+def _may_have_terms(parameter: Any, home: _GradientHome) -> bool:
+    placements = parameter.placements
+    if list(home.placements) != _with_gradients_whole(placements):
+        return False
+    sizes = parameter.device_mesh.shape
+    return any(size > 1 and p == Replicate() for size, p in zip(sizes, placements, strict=True))
 
 
 # ---- the model's entry and exit ----

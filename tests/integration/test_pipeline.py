@@ -103,6 +103,27 @@ def test_loss_and_gradients_are_those_of_the_whole_batch_on_one_device(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_gradients_on_dp_are_reduced_once(schedule: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Until all micro-batches are done they are terms; a second step adds to them."""
+    x, y = batch
+    plain, meshes = layers(), meshes_of("dp=2 x pp=2")
+    model, stages = nn.Sequential(*plain), staged(plain, meshes)
+    pipeline = Pipeline(stages, meshes, num_micro_batches=4, loss=F.cross_entropy, schedule=schedule)
+    first: Any = stages[0]
+    weight = first[0].up.weight
+    seen: list[Any] = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.placements))
+    for _ in range(2):
+        pipeline.step(x, target=y)
+        F.cross_entropy(model(x), y).backward()
+    assert seen == [(dtorch.Partial(),)] * 8
+    assert weight.grad.placements == (R,)
+    for ours, theirs in zip(gradients(stages), gradients(model), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def two_steps(
     name: str, schedule: Any, num_chunks: int, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from dtorch.deferred import DeferredWeights
 from dtorch.graph import Graph
+from dtorch.parallel.hooks import reduce_once
 from dtorch.parallel.pipeline.batches import MicroBatches, joined
 from dtorch.parallel.pipeline.boundary import Boundary
 from dtorch.parallel.pipeline.order import issue_order
@@ -115,8 +116,10 @@ class Pipeline:
                 )
         with _numbers(self.num_micro_batches) as numbers:
             run = _Run(self, rows, targets, self.order, numbers)
-            for step in self.order:
-                run.do(step)
+            parameters = (parameter for stage in self.stages for parameter in stage.parameters())
+            with reduce_once(parameters):
+                for step in self.order:
+                    run.do(step)
         if losses is not None:
             losses[:] = [run.losses[index] for index in range(self.num_micro_batches)]
         return run.total()
