@@ -1,11 +1,12 @@
 """Captured calls beside the same calls without, plain torch, and PyTorch DTensor on two Gloo ranks.
 
-Run: ``python -m benchmarks.captured``. Three programs: 100 additions of one element a call, the forward pass of an
+Run: ``python -m benchmarks.captured [--nodes 2]``. Three programs: 100 additions of one element a call, the forward pass of an
 MLP of 12 layers of 64 x 64 with a batch of 8, and that of a random Llama for one token. No grad, tp=2.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -151,7 +152,10 @@ def found_by_itself(mesh: dtorch.DeviceMesh) -> tuple[float, float, float, float
 
 def main() -> None:
     """Measure and report."""
-    dtorch.init(devices_per_node=2)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2), help="agents that hold the devices")
+    num_nodes = parser.parse_args().nodes
+    dtorch.init(num_nodes=num_nodes, devices_per_node=2 // num_nodes)
     mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     one = dtorch.ones(1, device_mesh=mesh)
     x = torch.randn(BATCH, WIDTH)
@@ -194,7 +198,7 @@ def main() -> None:
         rows.append(Row("tiny Llama, 1 token, captured", "ms", captured_ms, peers, "<= 4", captured_ms <= 4))
     dtorch.shutdown()
     mlp_row.peers["DTensor"] = on_gloo_ranks(dtensor_mlp) * 1e6
-    report("captured", rows)
+    report("captured" if num_nodes == 1 else f"captured-{num_nodes}-node", rows)
 
 
 if __name__ == "__main__":

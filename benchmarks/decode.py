@@ -1,6 +1,6 @@
-"""Greedy decoding of SmolLM2-135M-Instruct on two devices of one node, beside plain torch with two threads.
+"""Greedy decoding of SmolLM2-135M-Instruct on two devices, beside plain torch with two threads.
 
-Run: ``python -m benchmarks.decode [--tokens 48]``. PyTorch DTensor has no column here: it cannot cut three
+Run: ``python -m benchmarks.decode [--tokens 48] [--nodes 2]``. PyTorch DTensor has no column here: it cannot cut three
 key/value heads for two ranks, and unmodified models reject its tensors at the rotary embedding.
 """
 
@@ -109,14 +109,16 @@ def main() -> None:
     """Measure and report: plain and distributed in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=48)
-    num_tokens = parser.parse_args().tokens
+    parser.add_argument("--nodes", type=int, default=1, choices=(1, 2), help="agents that hold the devices")
+    args = parser.parse_args()
+    num_tokens = args.tokens
     torch.set_num_threads(2)
     plain_model, tokenizer = load_model()
     chat = [{"role": "user", "content": PROMPT}]
     inputs = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    dtorch.init(devices_per_node=2)
+    dtorch.init(num_nodes=args.nodes, devices_per_node=2 // args.nodes)
     mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = dtorch.parallelize(load_model()[0], mesh)
     remote = {name: value.to("dtorch") for name, value in inputs.items()}
@@ -133,9 +135,9 @@ def main() -> None:
     dtorch.shutdown()
     ratio = ours_ms / plain_ms
     report(
-        "decode",
+        "decode" if args.nodes == 1 else f"decode-{args.nodes}-node",
         [
-            Row("a token, tp=2 on one node", "ms", ours_ms, {"plain torch, 2 threads": plain_ms}),
+            Row(f"a token, tp=2, {args.nodes} node", "ms", ours_ms, {"plain torch, 2 threads": plain_ms}),
             Row("ratio to plain torch", "x", ratio, {}, "<= 1.6", ratio <= 1.6),
             *captured,
         ],
