@@ -5,6 +5,8 @@ VENV   ?= .venv
 PYTHON ?= python3
 PROMPT ?= What is the capital of France?
 ARGS   ?=
+# Test files run in so many processes at once; 0 runs them in one that a debugger can stop.
+JOBS   ?= 2
 
 PY     := $(VENV)/bin/python
 STAMPS := $(VENV)/.dtorch
@@ -25,13 +27,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  variables: VENV=.venv  PYTHON=python3  PROMPT="..." (demo)  ARGS="..." (demo, pytest, bench)'
+	@echo '  variables: VENV=.venv  PYTHON=python3  PROMPT="..." (demo)  ARGS="..." (demo, pytest, bench)  JOBS=2 (test)'
 
 demo: $(STAMPS)/demo $(STAMPS)/model  ## a language model answers from a cluster on this machine; PROMPT="..."
 	@$(PY) examples/language_model.py --prompt "$$PROMPT" $(ARGS)
 
 test: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, under ten minutes on two cores; ARGS="-k name"
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-all: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, the slow ones too
 	$(PY) -m pytest $(ARGS)

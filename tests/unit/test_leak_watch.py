@@ -84,6 +84,7 @@ def watch(leak_watch: LeakWatch) -> LeakWatch:
         (open_segment, f"/dev/shm/dtorch-{os.getpid()}-forgotten-"),
         (open_socket_folder, "dtorch-forgotten-"),
     ],
+    ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_each_kind_of_leak_is_named_until_it_is_closed(watch: LeakWatch, opened: Opener, named: str) -> None:
     before = watch.snapshot()

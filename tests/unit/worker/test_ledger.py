@@ -201,7 +201,7 @@ class TestLimit:
 
     def test_an_upload_that_is_too_large_is_a_failure(self) -> None:
         bench = Bench(DeviceTotal(2 * ONE_BYTES))
-        bench.values.place(20, lambda: torch.zeros(100))
+        bench.values.place(20, lambda: torch.zeros(100), 400)
         (failure,) = bench.reported
         assert failure == bench.failure(20)
         assert (failure.kind, failure.op) == ("op", "upload")
