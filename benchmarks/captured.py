@@ -1,7 +1,7 @@
 """Captured calls beside the same calls without, plain torch, and PyTorch DTensor on two Gloo ranks.
 
-Run: ``python -m benchmarks.captured [--nodes 2]``. Three programs: 100 additions of one element a call, the forward pass of an
-MLP of 12 layers of 64 x 64 with a batch of 8, and that of a random Llama for one token. No grad, tp=2.
+Run: ``python -m benchmarks.captured [--nodes 2]``. Three programs: 100 additions of one element a call, the forward
+pass of an MLP of 12 layers of 64 x 64 with a batch of 8, and that of a random Llama for one token. No grad, tp=2.
 """
 
 from __future__ import annotations
