@@ -22,6 +22,7 @@ from dtorch.graph import is_default_mesh
 from dtorch.propagate import propagate
 from dtorch.ring_attention import Ring, ring_attention
 from dtorch.spec import Spec, intern_spec
+from dtorch.whole_attention import whole_attention
 from dtorch_runtime.errors import PlacementError, UnsupportedError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -78,6 +79,8 @@ def _special(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def _differentiable(*args: Any) -> Any:
     found = _over_sequence(*args)
+    if found is NotImplemented:
+        found = whole_attention(*args)
     if found is not NotImplemented:
         return found
     *given, scale, enable_gqa = args

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtorch_runtime.worker import (  # noqa: F401  register their kernels
+    attention_gradients as _attention_gradients,
     attention_kernels as _attention_kernels,
     bucket_kernels as _bucket_kernels,
     expert_kernels as _expert_kernels,
