@@ -80,6 +80,7 @@ _HOMES = {
     "profile": "dtorch.insight.profile",
     "explain": "dtorch.insight.explain",
     "counters": "dtorch.insight.counters",
+    "visualize": "dtorch.insight.visualize",
     **dict.fromkeys(("memory_stats", "reset_peak_memory_stats"), "dtorch.memory"),
     **dict.fromkeys(("auto_redistribute", "explain_redistributions"), "dtorch.auto"),
 }
@@ -130,6 +131,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from dtorch.insight.counters import counters as counters
     from dtorch.insight.explain import explain as explain
     from dtorch.insight.profile import profile as profile
+    from dtorch.insight.visualize import visualize as visualize
     from dtorch.loading import load as load
     from dtorch.memory import (
         memory_stats as memory_stats,

@@ -18,7 +18,7 @@ PUBLIC = """
     empty_like zeros_like ones_like full_like rand_like randn_like
     manual_seed get_rng_state set_rng_state fork_rng Generator Tensor TensorFuture Graph
     parallelize plan assign_layers_to_stages load prefetch Settings
-    call_async capture profile counters explain memory_stats reset_peak_memory_stats
+    call_async capture profile counters explain visualize memory_stats reset_peak_memory_stats
     auto_redistribute explain_redistributions
     DTorchError
     UserError PlacementError MeshError MixedTensorError UnsupportedError CaptureError SettingError StateDictError
