@@ -13,6 +13,7 @@ from dtorch.parallel.facts import AutoPlan, auto_plan, base_prefix, collect_fact
 from dtorch.parallel.sequence import check_sequence
 from dtorch.parallel.stages import Stages, plan_stages
 from dtorch.parallel.tp_plan import (
+    EP_AXIS,
     TP_AXIS,
     ModuleFacts,
     ModulePlan,
@@ -57,11 +58,12 @@ def decide(model: nn.Module, mesh: DeviceMesh, plan: Plan | Literal["auto"]) -> 
             f"parallelize(plan=) takes 'auto' or a dict from patterns of module names to styles, got {plan!r}; "
             f"write e.g. {{'layers.*.up': 'colwise'}}"
         )
+    facts = collect_facts(model)
     own = (module for module in model.modules() if isinstance(module, ShardedParameters))
-    check_mesh(mesh, [axis for module in own for axis in module.cuts_by_axis()])
+    of_experts = [EP_AXIS] * any(f.kind == "experts" for f in facts)
+    check_mesh(mesh, [*of_experts, *(axis for module in own for axis in module.cuts_by_axis())])
     check_sequence(model, mesh)
     stages = plan_stages(model, mesh)
-    facts = collect_facts(model)
     chosen = _choose(model, mesh, facts, plan)
     plans = plan_modules(facts, chosen.plan, stages.meshes[0], base_prefix(model))
     return Decision(facts, stages, chosen.plan, plans, chosen.notes)

@@ -36,6 +36,8 @@ from dtorch_runtime.ir.placement import Partial, Placement, Placements, Replicat
 DP_AXIS: Final = "dp"
 TP_AXIS: Final = "tp"
 PP_AXIS: Final = "pp"
+#: Cuts experts, so ``parallelize`` takes it for models that have some.
+EP_AXIS: Final = "ep"
 #: The axes that ``parallelize`` knows what to do with.
 AXES: Final = (DP_AXIS, TP_AXIS, PP_AXIS, "ulysses_cp", "ulysess_cp", "ring_cp")
 
@@ -238,8 +240,19 @@ def _plan_experts(
             )
         dim = EXPERT_STYLES[entry]
         is_cut = dim is not None and dim < len(shape) and has_ranks(mesh, TP_AXIS)
-        placements[name] = _on_tp(mesh, Shard(dim) if dim is not None and is_cut else Replicate())
+        on_tp = _on_tp(mesh, Shard(dim) if dim is not None and is_cut else Replicate())
+        placements[name] = _experts_on_ep(on_tp, mesh)
     return ModulePlan(style if isinstance(style, str) else "placements", placements)
+
+
+def _experts_on_ep(placements: Placements, mesh: DeviceMesh) -> Placements:
+    """Dim 0 of every parameter of experts are the experts."""
+    if not has_ranks(mesh, EP_AXIS):
+        return placements
+    return tuple(
+        Shard(0) if name == EP_AXIS else placement
+        for name, placement in zip(mesh.mesh_dim_names or (), placements, strict=True)
+    )
 
 
 def features_of(facts: ModuleFacts) -> tuple[int, int]:
