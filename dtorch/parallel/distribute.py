@@ -43,8 +43,8 @@ def parallelize(
     Args:
         model: changed in place. Its weights may be on the CPU, where each is released once it is placed, or on
             ``"meta"`` or ``"dtorch"`` with ``checkpoint`` to say what they are.
-        mesh: axes named ``dp``, ``tp``, ``pp``, ``ulysses_cp`` or ``ring_cp``, any of them, and those that modules of
-            ``dtorch.nn`` name.
+        mesh: axes named ``dp``, ``tp``, ``pp``, ``ulysses_cp`` or ``ring_cp``, any of them; ``ep`` where the model has
+            experts; and those that its modules of ``dtorch.nn`` cut over.
         plan: ``"auto"`` reads the plan that a Hugging Face model carries. Otherwise a dict from patterns of module
             names (``"layers.*.mlp.up_proj"``) to a style of ``dtorch.parallel.tp_plan`` or to the placements of
             the weight, one for each mesh axis. Modules that it does not name are replicated.

@@ -20,7 +20,15 @@ from dtorch.parallel.exchanges import (
 )
 from dtorch.parallel.report import aligned, folded_name, size_text
 from dtorch.parallel.stages import Stages
-from dtorch.parallel.tp_plan import ModuleFacts, ModulePlan, Plan, features_of
+from dtorch.parallel.tp_plan import (
+    EP_AXIS,
+    TP_AXIS,
+    ModuleFacts,
+    ModulePlan,
+    Plan,
+    features_of,
+    has_ranks,
+)
 from dtorch_runtime.ir.layout import Layout, local_shape, num_elements
 from dtorch_runtime.ir.mesh import DeviceMesh
 
@@ -132,7 +140,7 @@ def describe_plan(model: nn.Module, decision: Decision, mesh: DeviceMesh, work: 
     for exchange in module_exchanges(facts, plans, first, work):
         by_module.setdefault(exchange.name, []).append(exchange)
     notes = decision.notes
-    if any(f.kind == "experts" and plans[f.name].style != "replicate" for f in facts):
+    if any(f.kind == "experts" for f in facts) and any(has_ranks(first, axis) for axis in (TP_AXIS, EP_AXIS)):
         notes = (*notes, "what experts exchange depends on the tokens, and is not counted")
     rows = tuple(_rows(model, stages, plans, by_module))
     return ModelPlan(rows, tuple(others), dict(decision.plan), mesh, work, notes)

@@ -12,6 +12,7 @@ import dtorch
 from dtorch.parallel.exchanges import Exchange
 from dtorch_runtime.errors import DTorchError, MeshError, SettingError
 from tests.support.tiny_llama import tiny_llama
+from tests.support.tiny_models import FAMILIES
 
 GRID = [[0, 1], [2, 3]]
 HIDDEN = 72
@@ -117,3 +118,12 @@ def test_a_model_without_attention_or_a_plan_has_rows_too() -> None:
     plan = dtorch.plan(model, mesh([0, 1], "pp"), {}, batch_size=3, sequence_length=5)
     assert [row.bytes_by_device for row in plan.rows] == [{0: 96}, {0: 24}, {1: 48}, {1: 8}]
     assert [exchange.num_bytes for exchange in plan.others] == [3 * 5 * 6 * 4] * 2
+
+
+def test_what_experts_exchange_is_said_not_to_be_counted() -> None:
+    with torch.device("meta"):
+        model = FAMILIES["mixtral"].build()
+    plan = dtorch.plan(model, mesh([0, 1], "ep"))
+    row = next(row for row in plan.rows if row.name.endswith("experts.down_proj"))
+    assert row.bytes_by_device == {0: 2 * 32 * 48 * 4, 1: 2 * 32 * 48 * 4}
+    assert "not counted" in str(plan)
