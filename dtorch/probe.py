@@ -18,6 +18,7 @@ import torch
 
 from dtorch.op_plan import NewOutput, OpPlan
 from dtorch.rules.call import Call, Op
+from dtorch.rules.counting import OF_INTEGERS
 from dtorch.spec import Spec
 
 #: Tensors, and results, with more elements than this are not made here.
@@ -80,7 +81,7 @@ def refuse_dtypes(call: Call, plan: OpPlan) -> bool:
 def _can_ask(call: Call, plan: OpPlan) -> bool:
     op = call.op
     return (
-        plan.op is not None
+        plan.op not in (None, OF_INTEGERS)
         and call.mesh is not None
         and call.mesh.device_type == "cpu"
         and not (op.is_view or op.is_random or plan.num_seeds)

@@ -68,7 +68,8 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
         mesh = meshes.get(index, parameter.device_mesh)
         with parameter.graph.device_mesh_guard(mesh):
             layer.lazy_initialization(empty(mesh, 1), empty(mesh, 1))
-        layer.keys, layer.values = empty(mesh, max_cache_len), empty(mesh, max_cache_len)
+        # A layer with a sliding window keeps fewer.
+        layer.keys, layer.values = empty(mesh, layer.max_cache_len), empty(mesh, layer.max_cache_len)
     return cache
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
+from dtorch.op_plan import OpPlan
 from dtorch.rules.call import Call
 from dtorch.rules.dsl import rule
+from dtorch.rules.equation import Matched
+from dtorch.rules.reduce import other_op
 from dtorch.rules.view import letters
 from dtorch.shapes import Metas, ShapeNeedsData, TensorMeta, register_shape
 from dtorch.spec import contiguous_stride
@@ -65,7 +70,25 @@ def _histc_whole(call: Call) -> str:
     return _every_dim(call) if call.get("min") == call.get("max") else ""
 
 
-rule("histc.default", lambda call: f"{_every_dim(call)}->Y", whole=_histc_whole, reduce="sum")
+def _histc_of_integers(call: Call, matched: Matched, metas: Metas) -> OpPlan | None:
+    """Torch counts integers on a GPU only, and models that find themselves on an accelerator count on it."""
+    dtype = call.inputs[0].dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return None
+    constants = [call.get(name) for name in ("bins", "min", "max")]
+    return other_op(call, matched, metas, OF_INTEGERS, [call.inputs[0], *constants])
+
+
+#: The kernel that counts integers where torch has none.
+OF_INTEGERS = "dtorch::histc_of_integers"
+rule(
+    "histc.default",
+    lambda call: f"{_every_dim(call)}->Y",
+    whole=_histc_whole,
+    reduce="sum",
+    specialize=_histc_of_integers,
+    always=True,
+)
 
 
 # ------------------------------------------------------------------------------------------------- many dims

@@ -250,3 +250,9 @@ def divided(operator: str, args: list[Any], divisor: float, **kwargs: Any) -> to
     """A local sum as a part of a global mean: what ``operator`` gives, divided by the global count."""
     total: torch.Tensor = find_kernel(operator).function(*args, **kwargs)
     return total.div(divisor)
+
+
+@kernel("histc_of_integers")
+def histc_of_integers(x: torch.Tensor, bins: int, low: float, high: float) -> torch.Tensor:
+    """``torch.histc`` of integers, counted in their dtype; [bins]."""
+    return torch.histc(x.to(torch.float64), bins, low, high).to(x.dtype)

@@ -130,6 +130,15 @@ def refusal_of(check: Callable[[], None]) -> PlacementError | None:
     return None
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_integers_are_counted_in_bins_as_on_a_gpu(mesh: DeviceMesh, placement: Any) -> None:
+    """Torch has no such kernel for a CPU."""
+    labels = torch.tensor([0, 3, 3, 1, 5, 6, 2], dtype=torch.int32)
+    counts = torch.histc(dtorch.from_torch(labels, device_mesh=mesh, placements=[placement]), 6, 0, 6)
+    assert counts.dtype is torch.int32
+    assert counts.to_torch().tolist() == torch.histc(labels.float(), 6, 0, 6).tolist()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_torch(mesh: DeviceMesh, name: str) -> None:
     """Whole inputs work; others are equal or refused with the fix, and then work in the auto scope."""

@@ -62,8 +62,17 @@ class Family:
             return {"pixel_values": torch.randn(rows, 3, 8, 8, generator=generator)}
         ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
         if self.inputs == "pairs":
-            return {"input_ids": ids, "decoder_input_ids": ids.flip(1)[:, :4]}
+            return {"input_ids": ids, "decoder_input_ids": ids.flip(1)[:, :4].contiguous()}
         return {"input_ids": ids}
+
+    def labelled(self) -> dict[str, torch.Tensor]:
+        """Arguments of a call that returns a loss."""
+        batch = self.batch()
+        if self.inputs == "pixels":
+            return {**batch, "labels": torch.arange(4)}
+        if self.inputs == "pairs":
+            return {"input_ids": batch["input_ids"], "labels": batch["decoder_input_ids"]}
+        return {**batch, "labels": batch["input_ids"]}
 
 
 FAMILIES: Mapping[str, Family] = {
