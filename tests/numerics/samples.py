@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import dtorch.experts  # noqa: F401  defines its ops
 from dtorch.rules.equation import Signature
 from tests.support.rule_checks import Sample
 
