@@ -39,7 +39,8 @@ def load(path: str | os.PathLike[str], into: Any = None) -> Any:
 
     Raises:
         SettingError: there is no checkpoint, one of its files is damaged (its name is given), or it does not fit: it
-            lacks something, or has it with another shape or dtype. What does not fit is found before anything changes.
+            lacks something, or has it with another shape or dtype. Both are found before anything changes: files
+            are read twice.
         MeshError, ControllerLost, SessionClosed: as for every op.
     """
     stored = read_stored(Path(path))
@@ -47,6 +48,8 @@ def load(path: str | os.PathLike[str], into: Any = None) -> Any:
         return unpacked(stored.state, lambda name, _: stored.tensors[name].whole())
     loading = _Loading(stored)
     result = loading.fit(stored.state, into, ())
+    for tensor in loading.used.values():
+        tensor.verify()
     with torch.no_grad():
         for fill in loading.fills:
             fill()
@@ -59,6 +62,8 @@ class _Loading:
     def __init__(self, stored: StoredState) -> None:
         self._stored = stored
         self.fills: list[_Fill] = []
+        #: What the fills will read.
+        self.used: dict[str, StoredTensor] = {}
 
     def fit(self, node: Any, into: Any, path: tuple[Any, ...]) -> Any:
         """
@@ -99,7 +104,7 @@ class _Loading:
     def _fit_tensor(self, node: Any, into: torch.Tensor, path: tuple[Any, ...]) -> None:
         if not isinstance(node, dict) or "tensor" not in node:
             raise _misfit(path, "has no tensor there")
-        stored = self._stored.tensors[node["tensor"]]
+        stored = self.used[node["tensor"]] = self._stored.tensors[node["tensor"]]
         if stored.shape != tuple(into.shape):
             raise _misfit(
                 path, f"has shape {list(stored.shape)}, and a tensor of {list(into.shape)} was given"
@@ -163,7 +168,7 @@ class _Loading:
     def _check_state(
         self, name: str, inner: tuple[Any, ...], by_number: Mapping[Any, torch.Tensor], path: tuple[Any, ...]
     ) -> None:
-        stored = self._stored.tensors[name]
+        stored = self.used[name] = self._stored.tensors[name]
         parameter = by_number.get(inner[1]) if inner[0] == "state" else None
         if parameter is not None and not fits_parameter(inner[-1], stored.shape, parameter.shape):
             raise _misfit(

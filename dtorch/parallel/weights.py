@@ -16,7 +16,7 @@ import torch
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.layout import Box, box_shape, num_elements
 from dtorch_runtime.worker.file_kernels import StoredPiece, read_box
-from dtorch_runtime.worker.stored import FileFacts, StoredError, StoredFile, read_header
+from dtorch_runtime.worker.stored import FileFacts, OpenFile, StoredError, StoredFile, read_header
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -94,6 +94,20 @@ class StoredTensor:
             SettingError: as ``blocks``.
         """
         return self._read(tuple((0, size) for size in self.shape))
+
+    def verify(self) -> None:
+        """Look whether it can be read, and compare it with its checksums where there are some.
+
+        Raises:
+            SettingError: as ``blocks``.
+        """
+        try:
+            for piece in self.pieces:
+                num_bytes = num_elements(box_shape(piece.box)) * self.dtype.itemsize
+                with OpenFile(piece.file) as file:
+                    file.check(piece.start, piece.start + num_bytes)
+        except StoredError as error:
+            raise SettingError(str(error)) from error
 
     def _read(self, box: Box) -> torch.Tensor:
         out = torch.empty(box_shape(box), dtype=self.dtype, device="cpu")

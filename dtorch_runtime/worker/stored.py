@@ -157,6 +157,16 @@ class OpenFile:
             low, high = max(start, begin), min(stop, begin + CHECKED_BYTES)
             memory[low - start : high - start] = self._part(number)[low - begin : high - begin]
 
+    def check(self, start: int, stop: int) -> None:
+        """Compare these bytes with what was written, where somebody kept checksums.
+
+        Raises:
+            StoredError: they cannot be read, or are others.
+        """
+        if self._stored.crcs is not None:
+            for number in range(start // CHECKED_BYTES, -(-stop // CHECKED_BYTES)):
+                self._part(number)
+
     def _part(self, number: int) -> bytes:
         assert self._stored.crcs is not None, "asked only where they are known"
         checked = self._stored.checked

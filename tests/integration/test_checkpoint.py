@@ -229,6 +229,28 @@ def test_a_flipped_bit_in_a_large_file_is_refused(tmp_path: Path, rng: random.Ra
             checkpoint.load(tmp_path)
 
 
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("format", ["dtorch", "dcp"])
+def test_a_damaged_checkpoint_leaves_everything_as_it_was(tmp_path: Path, format: Any) -> None:
+    first = made(mesh_of(tp=2), 1)
+    train(*first, 1)
+    checkpoint.save(tmp_path, bundle(*first), format=format)
+    model, optimizer, scheduler = made(mesh_of(dp=2), 2)
+    before = {name: tensor.to_torch() for name, tensor in model.state_dict().items()}
+    hurt = [path for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".distcp")]
+    for path in hurt:
+        good = path.read_bytes()
+        path.write_bytes(good[:-40] if format == "dcp" else good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(SettingError, match=path.name):
+            checkpoint.load(tmp_path, bundle(model, optimizer, scheduler))
+        path.write_bytes(good)
+        assert not optimizer.state
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor.to_torch(), before[name]), (path.name, name)
+    checkpoint.load(tmp_path, bundle(model, optimizer, scheduler))
+    assert torch.equal(model.head.weight.to_torch(), first[0].head.weight.to_torch())
+
+
 def _flip(path: Path, good: bytes, place: int, rng: random.Random) -> None:
     data = bytearray(good)
     data[place] ^= 1 << rng.randrange(8)
