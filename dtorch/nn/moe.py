@@ -282,7 +282,9 @@ class Experts(PlacedModule, nn.Module):
 
     def _ready(self, name: str, tokens: torch.Tensor) -> torch.Tensor:
         """A weight, placed as its cuts say, whatever it is stored as."""
-        weight: torch.Tensor = getattr(self, name)  # which is none of the parameters while ZeRO has it gathered
+        weight: torch.Tensor = getattr(
+            self, name
+        )  # which is none of the parameters while ZeRO has it gathered
         if isinstance(weight, Tensor):
             placements = self.placements_on(weight.device_mesh)[name]
             if weight.placements != placements:

@@ -13,7 +13,7 @@ A row exchange is a step of a transfer, as ``redistribute`` carries them out. Al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -169,7 +169,7 @@ class RowExchange:
 
     def _step(self, runs: Runs | None, given: Blob) -> DeviceStep:
         """The step that a device takes; without ``runs`` one that gives poison, and builds it."""
-        recipe = self._recipe(None if runs is None else runs, given)
+        recipe = self._recipe(runs, given)
         group = Group(
             index=self._line[0],  # several lines of the axis may meet in an agent
             receivers=dict.fromkeys(self._local, recipe),  # each builds for itself, and looks up its own
@@ -193,18 +193,15 @@ class RowExchange:
 
     def _recipe(self, runs: Runs | None, given: Blob) -> Recipe:
         own = (self._device, 0)
-        names = [(device, 0) if device in self._local else (device, self._rank) for device in self._line]
-        if runs is None or isinstance(given, Poison):
-            needs: Sequence[tuple[int, int]] = (own,)
-            terms = []
-        else:
-            needs = names
+        needs, terms = [own], [Term(own, (slice(0, 0),))]
+        if runs is not None:
+            needs = [(device, 0 if device in self._local else self._rank) for device in self._line]
             # What comes from another agent is the run for this device alone.
             bases = [runs.starts[s][self._rank] if s in self._away else 0 for s in range(len(self._line))]
             terms = [
-                Term(names[s], (slice(start - bases[s], start - bases[s] + size),))
+                Term(needs[s], (slice(start - bases[s], start - bases[s] + size),))
                 for s, start, size in runs.blocks[self._rank]
-            ] or [Term(own, (slice(0, 0),))]
+            ] or terms
         return Recipe(
             shape=(),
             dtype=torch.float32 if isinstance(given, Poison) else given.dtype,

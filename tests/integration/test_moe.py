@@ -407,6 +407,20 @@ def test_a_failure_on_one_device_reaches_all_that_exchange_with_it(generator: to
                 output.to_torch(timeout_s=20)
 
 
+def test_an_expert_that_fails_is_heard_of_by_all_whose_rows_it_has(generator: torch.Generator) -> None:
+    """Everybody knows how many rows are to come, and the device with expert 3 has none to give."""
+    plain = new_moe(generator)
+    with torch.no_grad():
+        plain.experts.gate[3] = 0  # type: ignore[index]
+    plain.experts.activation = lambda t: (
+        t + torch.remainder(torch.ones_like(t, dtype=torch.int64), (t != 0).long())
+    )
+    module = dtorch.parallelize(plain, mesh_of("ep=4"))
+    output = module(placed(mesh_of("ep=4"), torch.randn(16, WIDTH, generator=generator)))
+    with pytest.raises(dtorch.RemoteOpError, match=r"remainder.*failed on device 2"):
+        output.detach().to_torch(timeout_s=20)
+
+
 def test_the_bias_moves_towards_balance(generator: torch.Generator) -> None:
     mesh = mesh_of("ep=2")
     module = dtorch.parallelize(new_moe(generator, scoring="sigmoid", has_selection_bias=True), mesh)
