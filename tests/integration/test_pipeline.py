@@ -355,9 +355,11 @@ def test_memory_follows_the_schedule() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_a_captured_step(schedule: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    meshes = meshes_of("pp=2")
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("pp=2", "1f1b"), ("pp=2", "zero_bubble"), ("dp=2 x pp=2", "1f1b")]
+)
+def test_a_captured_step(name: str, schedule: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    meshes = meshes_of(name)
     x, y = dtorch.from_torch(batch[0], meshes[0]), dtorch.from_torch(batch[1], meshes[1])
 
     def make() -> Any:
