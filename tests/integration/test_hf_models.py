@@ -39,13 +39,11 @@ SAMPLING: dict[str, dict[str, Any]] = {
 #: What runs by default; the rest of each table is slow.
 QUICK_MODELS = {
     ("qwen3", "tp=2"),
-    ("gemma3", "dp=2"),
     ("phi3", "tp=2"),
     ("gpt2", "dp=2 x tp=2"),
     ("bert", "tp=2"),
     ("t5 gated", "dp=2 x tp=2"),
     ("vit", "dp=2 x tp=2"),
-    ("mixtral", "tp=2"),
     ("deepseek v3", "dp=2 x tp=2"),
 }
 QUICK_GRADIENTS = {("gpt2", "tp=2"), ("t5", "dp=2 x tp=2"), ("qwen2 moe", "dp=2 x tp=2")}
