@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import dtorch
 from dtorch_runtime.errors import DTorchError, MeshError, SettingError
 from tests.support.tiny_llama import VOCABULARY, prompt, tiny_llama
+from tests.support.tiny_models import FAMILIES
 
 NUM_TOKENS = 5
 
@@ -209,3 +210,19 @@ def test_what_cannot_be_is_refused_and_the_model_stays_as_it_is(
         dtorch.parallelize(model, dtorch.DeviceMesh("cpu", devices, mesh_dim_names=axes))
     assert not any(isinstance(parameter, dtorch.Tensor) for parameter in model.parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("mesh", ["pp=2", "tp=2 x pp=2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_transformers_is_itself_in_stages(family: str, mesh: str) -> None:
+    made = FAMILIES[family]
+    plain, batch = made.build(), made.batch(rows=2)
+    model = dtorch.parallelize(made.build(), mesh_of(mesh))
+    remote = {name: value.to("dtorch") for name, value in batch.items()}
+    with torch.no_grad():
+        expected = plain(**batch).logits
+        torch.testing.assert_close(model(**remote).logits.cpu(), expected, rtol=0, atol=1e-4)
+        if "input_ids" in batch and plain.can_generate():
+            assert tokens(model, remote["input_ids"]) == tokens(plain, batch["input_ids"])
