@@ -108,7 +108,7 @@ def _beside_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 def _on_a_named_mesh(gradients: Iterable[Any]) -> Any:
     flat = (x for given in gradients for x in (given if isinstance(given, list) else (given,)))
-    return next((x for x in flat if hasattr(x, "_spec") and not is_default_mesh(x.device_mesh)), None)
+    return next((x for x in flat if hasattr(x, "_handle") and not is_default_mesh(x.device_mesh)), None)
 
 
 def install() -> DeviceGuard:
