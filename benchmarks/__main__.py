@@ -16,6 +16,7 @@ COMMANDS = (
     ["benchmarks.collectives", "--nodes", "2"],
     ["benchmarks.overlap"],
     ["benchmarks.decode"],
+    ["benchmarks.training"],
     ["benchmarks.load_memory"],
     ["benchmarks.failure"],
 )
