@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from torch import nn
 
 from dtorch_runtime.errors import MeshError
+from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Placement, Placements, Replicate
+from dtorch_runtime.ir.placement import Placement, Placements, Replicate, Shard
 
 #: Of a mesh: its name, or its number.
 Axis: TypeAlias = "str | int"
@@ -66,3 +67,25 @@ def axis_number(mesh: DeviceMesh, axis: Axis) -> int | None:
     if isinstance(axis, str):
         return mesh.axis(axis) if mesh.has_axis(axis) else None
     return axis if 0 <= axis < mesh.ndim else None
+
+
+def piece_placements(shape: Sequence[int], layout: Layout, axis: Axis) -> Placements | None:
+    """The placements that cut a tensor of global ``shape`` on the axis, by the dim whose largest piece is smallest.
+
+    None where it stays as it is: on one device, when it is not replicated there, or every dim is cut already.
+    """
+    number = axis_number(layout.mesh, axis)
+    assert number is not None, "asked for tensors that have the axis"
+    size = layout.mesh.shape[number]
+    if size == 1 or layout.placements[number] != Replicate():
+        return None
+    taken = {p.dim for p in layout.placements if isinstance(p, Shard)}
+    free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] > 1]
+    if not free:
+        return None
+
+    def waste(dim: int) -> float:
+        return -(-shape[dim] // size) / shape[dim]
+
+    dim = min(free, key=waste)  # of equals the first: its pieces lie in one row in memory
+    return tuple(Shard(dim) if index == number else p for index, p in enumerate(layout.placements))

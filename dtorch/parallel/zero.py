@@ -13,12 +13,13 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from dtorch.parallel.cuts import Axis, axis_number
+from dtorch.parallel.cuts import Axis, axis_number, piece_placements
 from dtorch.parallel.hooks import set_gradient_placements
 from dtorch.parallel.zero_gather import gather_in_use
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import MeshError, SettingError
-from dtorch_runtime.ir.placement import Placements, Replicate, Shard
+from dtorch_runtime.ir.layout import Layout
+from dtorch_runtime.ir.placement import Placements
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -130,32 +131,12 @@ def _homes(model: nn.Module, axis: Axis) -> dict[Tensor, Placements]:
             f"zero(axis={axis!r}): the model is on {placed[0].device_mesh!r}, which has no such axis; name the axis "
             f"along which its parameters are replicated"
         )
-    found = {p: piece_placements(p, axis) for p in with_axis if id(p) not in whole}
+    found = {
+        p: piece_placements(p.shape, Layout(p.device_mesh, tuple(p.placements)), axis)
+        for p in with_axis
+        if id(p) not in whole
+    }
     return {parameter: placements for parameter, placements in found.items() if placements is not None}
-
-
-def piece_placements(parameter: Tensor, axis: Axis) -> Placements | None:
-    """The placements that cut a tensor on the axis, by the dim that leaves the smallest largest piece.
-
-    None where it stays as it is: on one device, when it is not replicated there, or every dim is cut already.
-    """
-    mesh = parameter.device_mesh
-    number = axis_number(mesh, axis)
-    assert number is not None, "asked for tensors that have the axis"
-    if mesh.shape[number] == 1 or parameter.placements[number] != Replicate():
-        return None
-    taken = {p.dim for p in parameter.placements if isinstance(p, Shard)}
-    free = [dim for dim in range(parameter.ndim) if dim not in taken and parameter.shape[dim] > 1]
-    if not free:
-        return None
-    size = mesh.shape[number]
-
-    def waste(dim: int) -> float:
-        extent = parameter.shape[dim]
-        return -(-extent // size) / extent
-
-    dim = min(free, key=waste)  # of equals the first: its pieces lie in one row in memory
-    return tuple(Shard(dim) if index == number else p for index, p in enumerate(parameter.placements))
 
 
 def _move(parameter: Any, placements: Placements) -> None:
