@@ -55,21 +55,21 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
 
     if getattr(config, "kv_lora_rank", None):
         return cache
-    cuts_heads = getattr(model, "dtorch_cuts_heads", True)
 
-    def empty(mesh: DeviceMesh, length: int) -> torch.Tensor:
+    def empty(mesh: DeviceMesh, cuts_heads: bool, length: int) -> torch.Tensor:
         shape = (batch_size, num_heads, length, head_dim)
         return zeros(
             *shape, dtype=parameter.dtype, device_mesh=mesh, placements=_placements(mesh, cuts_heads)
         )
 
-    meshes = dict(_meshes_of_layers(model))
+    homes = dict(_homes_of_layers(model))
     for index, layer in enumerate(cache.layers):
-        mesh = meshes.get(index, parameter.device_mesh)
+        mesh, cuts_heads = homes.get(index, (parameter.device_mesh, True))
         with parameter.graph.device_mesh_guard(mesh):
-            layer.lazy_initialization(empty(mesh, 1), empty(mesh, 1))
+            layer.lazy_initialization(empty(mesh, cuts_heads, 1), empty(mesh, cuts_heads, 1))
         # A layer with a sliding window keeps fewer.
-        layer.keys, layer.values = empty(mesh, layer.max_cache_len), empty(mesh, layer.max_cache_len)
+        layer.keys = empty(mesh, cuts_heads, layer.max_cache_len)
+        layer.values = empty(mesh, cuts_heads, layer.max_cache_len)
     return cache
 
 
@@ -79,13 +79,18 @@ def _placements(mesh: DeviceMesh, cuts_heads: bool) -> list[Placement]:
     return [cut.get(name, Replicate()) if has_ranks(mesh, name) else Replicate() for name in names]
 
 
-def _meshes_of_layers(model: nn.Module) -> Iterator[tuple[int, DeviceMesh]]:
-    """The mesh of the attention layer with each number: those of a pipeline are on that of their stage."""
-    for module in model.modules():
+def _homes_of_layers(model: nn.Module) -> Iterator[tuple[int, tuple[DeviceMesh, bool]]]:
+    """The mesh of the attention layer with each number, and whether its heads are cut.
+
+    Those of a pipeline are on the mesh of their stage, and a plan may cut the heads of some.
+    """
+    cut: frozenset[str] | None = getattr(model, "dtorch_cut_by_heads", None)
+    for name, module in model.named_modules():
         number = getattr(module, "layer_idx", None)
         parameter: Any = next(module.parameters(), None)
         if isinstance(number, int) and isinstance(parameter, Tensor):
-            yield number, parameter.device_mesh
+            cuts_heads = cut is None or any(other.startswith(f"{name}.") for other in cut)
+            yield number, (parameter.device_mesh, cuts_heads)
 
 
 def place_caches(values: Iterable[Any]) -> None:

@@ -91,6 +91,6 @@ def parallelize(
     generate_on(model, first)
     object.__setattr__(model, "dtorch_mesh", mesh)
     object.__setattr__(model, "dtorch_notes", decision.notes)
-    cuts_heads = any(f.num_head_groups and plans[f.name].style == "colwise" for f in decision.facts)
-    object.__setattr__(model, "dtorch_cuts_heads", cuts_heads)
+    cut = frozenset(f.name for f in decision.facts if f.num_head_groups and plans[f.name].style == "colwise")
+    object.__setattr__(model, "dtorch_cut_by_heads", cut)
     return model

@@ -212,6 +212,21 @@ def test_what_cannot_be_is_refused_and_the_model_stays_as_it_is(
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.usefixtures("cluster")
+def test_a_plan_that_cuts_the_heads_of_some_layers_has_caches_to_fit() -> None:
+    plain, mesh = MODELS["llama"](), dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    attention: dict[str, Any] = {f"layers.1.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    model = dtorch.parallelize(MODELS["llama"](), mesh, {**attention, "layers.1.self_attn.o_proj": "rowwise"})
+    cache = dtorch.parallel.static_cache(model, 16, batch_size=2)
+    placements = [layer.keys.placements for layer in cache.layers]
+    assert placements == [(dtorch.Replicate(),), (dtorch.Shard(1),), (dtorch.Replicate(),)]
+    ids = prompt(batch=2)
+    with torch.inference_mode():
+        logits = model(input_ids=ids.to("dtorch"), cache=cache).logits
+        torch.testing.assert_close(logits.cpu(), plain(ids).logits, rtol=0, atol=1e-4)
+    assert [layer.keys.placements for layer in cache.layers] == placements
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("mesh", ["pp=2", "tp=2 x pp=2"])
