@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, TypeVar
+import warnings
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from dtorch.graph import Graph
 from dtorch.parallel.buffers import restore_buffers
-from dtorch.parallel.decide import decide
+from dtorch.parallel.decide import PlanChoice, SearchRequest, decide
 from dtorch.parallel.experts import is_experts, run_on_mesh
 from dtorch.parallel.facts import base_prefix
+from dtorch.parallel.found import Found, zero_call
 from dtorch.parallel.hooks import add_entry_hooks, add_gradient_hook, add_module_hooks, generate_on
 from dtorch.parallel.place import Progress, check_sources, collect_homes, find_stored, place
 from dtorch.parallel.sequence import add_sequence_hooks
 from dtorch.parallel.stage_hooks import add_stage_hooks
-from dtorch.parallel.tp_plan import Plan
 from dtorch.parallel.weights import Checkpoint
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -28,9 +29,10 @@ Module = TypeVar("Module", bound=nn.Module)
 def parallelize(
     model: Module,
     mesh: DeviceMesh,
-    plan: Plan | Literal["auto"] = "auto",
+    plan: PlanChoice = "auto",
     checkpoint: str | os.PathLike[str] | None = None,
     *,
+    memory_limit_bytes: int | None = None,
     on_progress: Progress | None = None,
 ) -> Module:
     """Put the weights of ``model`` on ``mesh`` and make it run there; the code that calls it stays as it is.
@@ -47,8 +49,11 @@ def parallelize(
             experts; and those that its modules of ``dtorch.nn`` cut over.
         plan: ``"auto"`` reads the plan that a Hugging Face model carries. Otherwise a dict from patterns of module
             names (``"layers.*.mlp.up_proj"``) to a style of ``dtorch.parallel.tp_plan`` or to the placements of
-            the weight, one for each mesh axis. Modules that it does not name are replicated.
+            the weight, one for each mesh axis. Modules that it does not name are replicated. ``"search"`` takes what
+            ``dtorch.plan(model, mesh, "search")`` finds for a training step, by costs measured on the cluster.
         checkpoint: a safetensors file, or a folder with one or with an index of several. Read a few rows at a time.
+        memory_limit_bytes: of a search: what a device may hold of weights, gradients and the optimizer's state.
+            Warns where only ZeRO keeps it.
         on_progress: called after each tensor with its name and its number of elements.
 
     Returns:
@@ -57,7 +62,8 @@ def parallelize(
     Raises:
         MeshError: axes without names, axes with others, or devices that the cluster does not have.
         SettingError: a pattern that matches nothing, a style that does not exist or does not fit, a checkpoint that
-            lacks weights or has them in another shape, more stages than layers, or a model that is already parallel.
+            lacks weights or has them in another shape, more stages than layers, a model that is already parallel, or a
+            memory limit that nothing found fits, or that comes without ``"search"``.
         PlacementError: placements that do not fit the mesh or the weight, or heads that ``ulysses_cp`` cannot cut.
         UnsupportedError: ``"auto"`` for a model that carries no plan, a buffer whose values cannot be made again, or
             an encoder with a decoder on an axis for sequences.
@@ -67,7 +73,7 @@ def parallelize(
             f"this {type(model).__name__} is parallel already, on {model.dtorch_mesh!r}; "
             f"build it again to put it on another mesh"
         )
-    decision = decide(model, mesh, plan)
+    decision = decide(model, mesh, plan, SearchRequest(memory_limit_bytes=memory_limit_bytes))
     stages, plans = decision.stages, decision.plans
     first, last = stages.meshes[0], stages.meshes[stages.end]
     source = None if checkpoint is None else Checkpoint(checkpoint)
@@ -93,4 +99,16 @@ def parallelize(
     object.__setattr__(model, "dtorch_notes", decision.notes)
     cut = frozenset(f.name for f in decision.facts if f.num_head_groups and plans[f.name].style == "colwise")
     object.__setattr__(model, "dtorch_cut_by_heads", cut)
+    if decision.found is not None:
+        _warn_of_zero(decision.found)
     return model
+
+
+def _warn_of_zero(found: Found) -> None:
+    """What was found is for a step that only ZeRO makes fit, and that is the caller's to write."""
+    if found.zero_stage:
+        warnings.warn(
+            f"a training step fits in memory_limit_bytes={found.limit_bytes} with ZeRO only; make the optimizer and "
+            f"write {zero_call(found.zero_stage)}",
+            stacklevel=3,
+        )

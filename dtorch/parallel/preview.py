@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
-from dtorch.parallel.decide import Decision, decide
+from dtorch.parallel.costs import ClusterCosts
+from dtorch.parallel.decide import DEFAULT_WORK, Decision, PlanChoice, SearchRequest, decide
 from dtorch.parallel.exchanges import (
     Exchange,
     Phase,
@@ -18,6 +18,7 @@ from dtorch.parallel.exchanges import (
     gradient_exchange,
     module_exchanges,
 )
+from dtorch.parallel.found import Found
 from dtorch.parallel.report import aligned, folded_name, size_text
 from dtorch.parallel.stages import Stages
 from dtorch.parallel.tp_plan import (
@@ -56,6 +57,7 @@ class ModelPlan:
         plan: the styles, as ``parallelize(plan=)`` takes them.
         work: the step whose communication is counted.
         notes: where the plan comes from, and what is not counted.
+        found: what a search has to say: costs of a step by its plan and by others, and the stage of ZeRO to use.
     """
 
     rows: tuple[PlanRow, ...]
@@ -64,6 +66,7 @@ class ModelPlan:
     mesh: DeviceMesh
     work: Workload
     notes: tuple[str, ...] = ()
+    found: Found | None = None
 
     @property
     def bytes_by_device(self) -> dict[int, int]:
@@ -108,24 +111,37 @@ class ModelPlan:
 def plan(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Plan | Literal["auto"] = "auto",
+    plan: PlanChoice = "auto",
     *,
-    batch_size: int = 8,
-    sequence_length: int = 512,
+    batch_size: int = DEFAULT_WORK.batch_size,
+    sequence_length: int = DEFAULT_WORK.sequence_length,
+    memory_limit_bytes: int | None = None,
+    training: bool | None = None,
+    optimizer_bytes: int | None = None,
+    costs: ClusterCosts | None = None,
 ) -> ModelPlan:
     """What ``parallelize(model, mesh, plan)`` would do: placements, bytes on each device, communication of a step.
 
-    The model is not touched and may be on ``"meta"``; no cluster is needed.
+    The model is not touched and may be on ``"meta"``; no cluster is needed, but by a search without ``costs``.
 
     Args:
         model, mesh, plan: as for ``parallelize``.
         batch_size, sequence_length: of a step on all devices, for the bytes of activations.
+        memory_limit_bytes: of a search: what a device may hold of weights, gradients and the optimizer's state.
+        training: of a search: whether a step has a backward pass, and an optimizer. True by default.
+        optimizer_bytes: of a search: the optimizer's state for each element of a parameter. The two moments of AdamW
+            in the parameter's dtype by default.
+        costs: of a search: what devices and links can do. Measured on the cluster, once in a session, by default.
 
     Raises:
-        MeshError, SettingError, PlacementError, UnsupportedError: as ``parallelize``.
+        MeshError, SettingError, PlacementError, UnsupportedError: as ``parallelize``; SettingError also for arguments
+            of a search beside another plan, and for costs that lack an axis.
     """
     work = Workload(batch_size, sequence_length)
-    return describe_plan(model, decide(model, mesh, plan), mesh, work)
+    request = SearchRequest(
+        memory_limit_bytes=memory_limit_bytes, training=training, optimizer_bytes=optimizer_bytes, costs=costs
+    )
+    return describe_plan(model, decide(model, mesh, plan, request, work), mesh, work)
 
 
 def describe_plan(model: nn.Module, decision: Decision, mesh: DeviceMesh, work: Workload) -> ModelPlan:
@@ -141,9 +157,9 @@ def describe_plan(model: nn.Module, decision: Decision, mesh: DeviceMesh, work: 
         by_module.setdefault(exchange.name, []).append(exchange)
     notes = decision.notes
     if any(f.kind == "experts" for f in facts) and any(has_ranks(first, axis) for axis in (TP_AXIS, EP_AXIS)):
-        notes = (*notes, "what experts exchange depends on the tokens, and is not counted")
+        notes = ("what experts exchange depends on the tokens, and is not counted", *notes)
     rows = tuple(_rows(model, stages, plans, by_module))
-    return ModelPlan(rows, tuple(others), dict(decision.plan), mesh, work, notes)
+    return ModelPlan(rows, tuple(others), dict(decision.plan), mesh, work, notes, decision.found)
 
 
 def _rows(

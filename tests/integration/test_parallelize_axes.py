@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dtorch
+from dtorch.parallel import LinkCosts, measure
 from dtorch_runtime.errors import DTorchError, MeshError, SettingError
 from tests.support.tiny_llama import VOCABULARY, prompt, tiny_llama
 from tests.support.tiny_models import FAMILIES
@@ -210,6 +211,32 @@ def test_what_cannot_be_is_refused_and_the_model_stays_as_it_is(
         dtorch.parallelize(model, dtorch.DeviceMesh("cpu", devices, mesh_dim_names=axes))
     assert not any(isinstance(parameter, dtorch.Tensor) for parameter in model.parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_plan_that_is_searched_for_gives_the_same_and_the_cluster_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[str] = []
+
+    def counted(graph: Any, mesh: dtorch.DeviceMesh, axis: str) -> LinkCosts:
+        measured.append(axis)
+        return link(graph, mesh, axis)
+
+    link = measure._link
+    monkeypatch.setattr(measure, "_link", counted)
+    plain, mesh = MODELS["llama"](), dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    found = dtorch.plan(plain, mesh, "search", batch_size=2, sequence_length=7).found
+    assert found is not None
+    assert found.chosen.seconds <= min(found.auto.seconds, found.replicated.seconds) * (1 + 1e-12)
+    # Some layers have to be cut, and there is room for others.
+    limit = (found.auto.memory_bytes + found.replicated.memory_bytes) // 2
+    model = dtorch.parallelize(MODELS["llama"](), mesh, "search", memory_limit_bytes=limit)
+    assert measured == ["tp"]
+    report = dtorch.parallel.describe(model)
+    assert 0 < 4 * max(report.bytes_by_device.values()) <= limit, "with gradients and moments of AdamW"
+    assert "searched for" in str(report)
+    check_model(plain, model)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -44,7 +44,10 @@ NN = """
 """
 
 
-PARALLEL = "LayerRow ModelPlan PlanRow Report describe parallelize pipeline plan static_cache zero"
+PARALLEL = """
+    ClusterCosts Found LayerRow LinkCosts ModelPlan PlanRow Report
+    describe parallelize pipeline plan static_cache zero
+"""
 
 
 def test_the_names_of_dtorch_parallel() -> None:
