@@ -5,7 +5,7 @@ VENV   ?= .venv
 PYTHON ?= python3
 PROMPT ?= What is the capital of France?
 ARGS   ?=
-# Test files run in so many processes at once; 0 runs them in one that a debugger can stop.
+# Tests run in so many processes at once; 0 runs them in one that a debugger can stop.
 JOBS   ?= 2
 
 PY     := $(VENV)/bin/python
@@ -33,7 +33,7 @@ demo: $(STAMPS)/demo $(STAMPS)/model  ## a language model answers from a cluster
 	@$(PY) examples/language_model.py --prompt "$$PROMPT" $(ARGS)
 
 test: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, under ten minutes on two cores; ARGS="-k name"
-	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -m "not slow" -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all: $(STAMPS)/dev $(STAMPS)/model  ## run the tests, the slow ones too
 	$(PY) -m pytest $(ARGS)
