@@ -283,7 +283,17 @@ rule(
     whole=lambda call: LETTERS[call.get("dim") % len(call.get("input_sizes"))],
     localize=local_input_sizes,
 )
-rule("slice_backward", _same, linear="a", whole=_that_dim, localize=local_input_sizes)
+
+
+def _slice_derivative_dim(call: Call) -> str:
+    """As ``_sliced_dim``: where the slice was everything, its gradient is that of everything."""
+    sizes = call.get("input_sizes")
+    dim = call.get("dim") % max(len(sizes), 1)
+    is_all = call.get("step") == 1 and call.inputs[0].shape[dim] == sizes[dim]
+    return "" if is_all else _that_dim(call)
+
+
+rule("slice_backward", _same, linear="a", whole=_slice_derivative_dim, localize=local_input_sizes)
 
 
 # ------------------------------------------------------------------------------------------------- joining

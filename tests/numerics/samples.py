@@ -161,6 +161,7 @@ VIEW = [
     call(aten.repeat.default, real(2, 3), [2, 1, 2]),
     call(aten.constant_pad_nd.default, real(3, 4), [1, 0], 0.0),
     call(aten.slice_backward.default, real(4, 2), [4, 6], 1, 1, 3, 1),
+    call(aten.slice_backward.default, real(4, 6), [4, 6], 1, 0, 6, 1, name="slice_backward of everything"),
     call(aten.select_backward.default, real(4), [4, 6], 1, 2),
 ]
 REDUCE = [
@@ -175,6 +176,8 @@ REDUCE = [
     call(aten.amin.default, real(0, 4, 1), [2], name="amin of nothing"),
     call(aten.max.default, real(4, 5)),
     call(aten.any.default, mask(4, 5)),
+    call(aten._is_any_true.default, mask(4, 5)),
+    call(aten._is_all_true.default, mask(4, 5)),
     call(aten.all.dim, mask(4, 5), 1),
     call(aten.all.dim, whole_numbers(3, 4, 5) - 1, 1),
     call(aten.any.default, whole_numbers(3, 4, 5) - 1),
