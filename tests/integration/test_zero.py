@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import dtorch
 import dtorch.nn as dnn
-from dtorch.parallel.zero import piece_placements
+from dtorch.parallel.cuts import piece_placements
 from dtorch_runtime.errors import MeshError, SettingError
+from dtorch_runtime.ir.layout import Layout
 from tests.support.tiny_llama import VOCABULARY, tiny_llama
 
 Stage: TypeAlias = Literal[1, 2, 3]
@@ -56,6 +57,11 @@ class Net(nn.Module):
 def mesh_of(name: str) -> dtorch.DeviceMesh:
     devices, axes = MESHES[name]
     return dtorch.DeviceMesh("cpu", devices, mesh_dim_names=axes)
+
+
+def pieces_of(tensor: Any, axis: str | int) -> object:
+    """The placements of the pieces that ZeRO makes of a tensor; None where it stays whole."""
+    return piece_placements(tensor.shape, Layout(tensor.device_mesh, tuple(tensor.placements)), axis)
 
 
 def batch(mesh: dtorch.DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +127,7 @@ def test_losses_and_weights_are_those_of_one_device(
     assert theirs[len(data)] < theirs[0], "the same batch again"
     for (key, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.to_torch(), expected.detach(), rtol=1e-4, atol=1e-5, msg=key)
-        pieces = piece_placements(parameter, "dp") if stage < 3 else parameter.placements
+        pieces = pieces_of(parameter, "dp") if stage < 3 else parameter.placements
         state = [v for v in optimizer.state[parameter].values() if isinstance(v, dtorch.Tensor)]
         assert state
         assert pieces is None or {value.placements for value in state} == {pieces}, key
@@ -381,12 +387,12 @@ def test_pieces_are_even_where_a_dim_allows(cluster: dtorch.Cluster) -> None:
     def placed(*shape: int) -> dtorch.Tensor:
         return dtorch.zeros(*shape, device_mesh=mesh)
 
-    assert piece_placements(placed(8, 8), "dp") == (S0,)
-    assert piece_placements(placed(6, 8), "dp") == (S1,)
-    assert piece_placements(placed(7, 9), "dp") == (S0,), "2 of 7 is less than 3 of 9"
-    assert piece_placements(placed(1, 1), "dp") is piece_placements(placed(), 0) is None
+    assert pieces_of(placed(8, 8), "dp") == (S0,)
+    assert pieces_of(placed(6, 8), "dp") == (S1,)
+    assert pieces_of(placed(7, 9), "dp") == (S0,), "2 of 7 is less than 3 of 9"
+    assert pieces_of(placed(1, 1), "dp") is pieces_of(placed(), 0) is None
     cut = dtorch.zeros(8, device_mesh=mesh_of("dp=2 x tp=2"), placements=[R, S0])
-    assert piece_placements(cut, "dp") is None
+    assert pieces_of(cut, "dp") is None
 
 
 @pytest.mark.parametrize("order", [0, 1, 2, 3, 2.5, float("inf"), -float("inf")])
