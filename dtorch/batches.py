@@ -60,7 +60,7 @@ class Batches:
                 is_free = graph.lock.acquire(
                     blocking=False
                 )  # a batch is sent and taken off the graph under it
-                unsent += graph.num_ops
+                unsent += graph.num_ops + graph.num_held
                 if is_free:
                     graph.lock.release()
                 is_still &= is_free

@@ -143,6 +143,8 @@ class Graph:
         #: Guarded by the lock: the batch to come, and the ops in it.
         self.words: list[int] = []
         self.num_ops = 0
+        #: Ops of ``words`` that were looked at, and held back for a run that they may begin; not in ``num_ops``.
+        self.num_held = 0
         #: Ids of values without a symbol, which the cluster still holds.
         self.dropped: list[int] = []
         #: Used by the replayer alone: what is freed before which of the words.
@@ -172,7 +174,7 @@ class Graph:
         #: Replaces runs of ops that repeat, or None; guarded by the lock, as what it alone uses: how often the end of a
         #: batch has waited, with how many ops, to become a run.
         self.replayer: Replayer | None = None
-        self._num_waits = self._num_waiting = 0
+        self._num_waits = 0
         if session.settings.auto_capture if auto_capture is None else auto_capture:
             define = partial(_define_run, session)  # nothing of the graph, which ends with its last symbol
             # Runs are found in whole batches: they are as long from the first on.
@@ -310,13 +312,13 @@ class Graph:
                 self.replayer.rewrite([], (), why)
             return
         self._num_waits = 0
-        self.session.wait_for_room(self.num_ops, 0, self.graph_id)
+        self.session.wait_for_room(self.num_ops + self.num_held, 0, self.graph_id)
         with DeferredInterrupts():
             self._send_now(why)
 
     def _send_now(self, why: str | None) -> None:
         words, self.words = self.words, []
-        num_ops, self.num_ops = self.num_ops, 0
+        num_ops, self.num_ops, self.num_held = self.num_ops + self.num_held, 0, 0
         if self.recording is not None:
             self.recording.words += words
         self.max_ops = min(2 * self.max_ops, self.session.settings.batch_ops)
@@ -338,7 +340,7 @@ class Graph:
         found = replayer.rewrite(words, frees, why)
         self.session.batches.count_replays(found.num_replays)
         self.words, self._frees = words[found.rest :], found.rest_frees
-        self.num_ops = self._num_waiting = found.num_rest_ops
+        self.num_held = found.num_rest_ops
         if self.words:
             self.begin_batch()
         return found.words, num_ops - found.num_rest_ops
@@ -367,10 +369,10 @@ class Graph:
             return True  # its thread is issuing right now
         try:
             is_due = self.started_s <= than_s if self.words else bool(self.dropped or self._frees)
-            if is_due and self.session.has_room(self.num_ops, self.graph_id):
+            if is_due and self.session.has_room(self.num_ops + self.num_held, self.graph_id):
                 if self.dropped:
                     self.free_dropped()
-                self._num_waits += 1 if self.num_ops > self._num_waiting else _MAX_WAITS // 2
+                self._num_waits += 1 if self.num_ops else _MAX_WAITS // 2
                 self._send_now(None if keeps and self._num_waits < _MAX_WAITS else PAUSED)
                 if not self.words:
                     self._num_waits = 0
@@ -382,7 +384,8 @@ class Graph:
         # A graph outlives its values; what it has not sent yet is left to the session's thread.
         if self.words or self.dropped or self._frees:
             dropped = [*(value for _, ids in self._frees for value in ids), *self.dropped]
-            self.session.batches.orphans.append((self.graph_id, self.words, self.num_ops, dropped))
+            num_ops = self.num_ops + self.num_held
+            self.session.batches.orphans.append((self.graph_id, self.words, num_ops, dropped))
 
     # ---- for people ----
 

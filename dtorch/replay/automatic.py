@@ -112,7 +112,10 @@ class Replayer:
             token = token_of(number, words[start + 1], is_chained)
             runs = self._runs_at.get(token)
             if runs is not None:
-                if why is None and any(start + run.width >= end and run.begins(words, start) for run in runs):
+                held = (run for run in runs if start + run.width >= end and run.begins(words, start))
+                begun = next(held, None) if why is None else None
+                if begun is not None:
+                    num_rest = begun.num_ops_in(end - start)
                     break
                 run = self._replay(runs, batch, start, why)
                 if run is not None:

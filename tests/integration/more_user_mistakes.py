@@ -383,7 +383,7 @@ SETTINGS = [
         lambda: dtorch.parallelize(nn.Linear(2, 2), GRID, plan="best"),
         dtorch.SettingError,
         "'best'",
-        "'auto' or a dict",
+        "'auto', 'search' or a dict",
         "'colwise'",
     ),
 ]

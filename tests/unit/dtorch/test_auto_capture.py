@@ -100,6 +100,7 @@ class Graph:
         assert all(place >= 0 for place, _ in found.rest_frees)
         self.sent += found.words
         self.words, self.frees = self.words[found.rest :], found.rest_frees
+        assert found.num_rest_ops == len([*walk(self.words, WidthsOf(self.templates))])
         self.replayer.validate()
 
     def check(self) -> None:
