@@ -185,8 +185,13 @@ class Transfers:
 
         def run() -> None:
             stream, start_ns = side.worker.stream, monotonic_ns()
-            stream.wait_for(ready)
-            failed = job(self._read(transfer.reads, stream))
+            value: Blob | Exception | None
+            try:
+                stream.wait_for(ready)
+                value = self._read(transfer.reads, stream)
+            except Exception as error:  # noqa: BLE001  the job is told: somebody waits for its end
+                value = error
+            failed = job(value)
             transfer.point = stream.record()
             transfer.reads = None
             if tape is not None:
@@ -200,10 +205,7 @@ class Transfers:
         value: Blob | Exception | None
         if isinstance(reads, Pending):
             # Made by an earlier job of this worker or, rarely, of the other.
-            try:
-                self._await(reads.transfer)
-            except ClusterTimeout as late:
-                return late
+            self._await(reads.transfer)
             assert reads.transfer.point is not None
             stream.wait_for(reads.transfer.point)
             value = reads.result

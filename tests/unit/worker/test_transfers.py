@@ -210,6 +210,28 @@ def test_poison_goes_through_and_what_breaks_becomes_poison(device):
     assert [str(error) for error in failed] == ["broken"]
 
 
+@pytest.mark.parametrize("kind", [COMMUNICATION, COPY])
+def test_a_worker_that_cannot_wait_for_what_it_reads_tells_so(device, monkeypatch, kind):
+    pending, poison, failed = new_pending(torch.ones(2), "broken"), Poison(FAILURE), []
+
+    def fail(error: Exception) -> Poison:
+        failed.append(str(error))
+        return poison
+
+    def broken(stream: CpuStream, event: object) -> None:
+        raise RuntimeError("no such event")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuStream, "wait_for", broken)
+        if kind == COPY:
+            device.ask(lambda: device.transfers.copy_in(pending, lambda: torch.ones(2), fail))
+        else:
+            device.ask(lambda: device.transfers.start(pending, 1, lambda value: value, fail))
+        pending.transfer.done.wait(_WAIT_S, "the transfer")
+    assert device.ask(lambda: device.transfers.wait(pending)) is poison
+    assert failed == ["no such event"]
+
+
 def test_an_ended_session_ends_the_waits_for_its_transfers(device):
     ended = new_pending(torch.ones(2), "ended")
 
