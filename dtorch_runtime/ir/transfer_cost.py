@@ -39,6 +39,21 @@ def transfer_bytes(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, 
     return most * itemsize_bytes
 
 
+def moves_nothing(shape: tuple[int, ...], source: Layout, target: Layout) -> bool:
+    """Whether each device has afterwards what it had before: the same piece, and the same term of it.
+
+    So it is where only axes of one device change, and between meshes of the same devices.
+    """
+    old, new = _longer_axes(source), _longer_axes(target)
+    is_partial = source.is_partial or target.is_partial
+    if is_partial and (source.mesh.devices, *map(_terms_of, old)) != (
+        target.mesh.devices,
+        *map(_terms_of, new),
+    ):
+        return False
+    return _boxes_by_device(shape, source) == _boxes_by_device(shape, target)
+
+
 def bytes_at_once(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, target: Layout) -> int | None:
     """Bytes that all devices together receive in one exchange, which is how small tensors go.
 
@@ -47,6 +62,20 @@ def bytes_at_once(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, t
     if source.mesh.ndim != 1 or source.mesh != target.mesh or target.is_partial:
         return None
     return sum(at_once for _, at_once in _received(shape, source, target)) * itemsize_bytes
+
+
+def _longer_axes(layout: Layout) -> list[tuple[int, Placement]]:
+    """The axes with more than one device: how many, and the placement."""
+    return [
+        (size, placement)
+        for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)
+        if size > 1
+    ]
+
+
+def _terms_of(axis: tuple[int, Placement]) -> tuple[int, str | None]:
+    size, placement = axis
+    return size, placement.op if isinstance(placement, Partial) else None
 
 
 def _received(shape: tuple[int, ...], source: Layout, target: Layout) -> list[tuple[int, int]]:

@@ -68,7 +68,7 @@ class Memory:
         return self.area(value) in self._outer
 
     def unite(self, a: int, b: int) -> None:
-        """Two values become one. Nothing writes to either."""
+        """Two values become one. Nothing writes to the second, nor to the first from now on."""
         outer = self.is_outer(a) or self.is_outer(b)
         self._join(a, b)
         if outer:

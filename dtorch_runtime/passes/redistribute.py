@@ -1,21 +1,26 @@
 """Pass "redistribute": one redistribution in place of several, none where nothing would move.
 
 A -> B -> C becomes A -> C where that moves no more bytes: there and back again is a copy, a gather of which a slice
-is taken a slice.
+is taken a slice. Where each device keeps what it has, as on axes of one device, nothing is copied.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Final
 
 import msgspec
 
 from dtorch_runtime.ir.body import BodyOp
+from dtorch_runtime.ir.transfer_cost import moves_nothing
 from dtorch_runtime.passes.body import MAX_KEPT_OPS, Body
 from dtorch_runtime.passes.memory import Memory
 from dtorch_runtime.passes.transfers import Transfer, read_transfer, transfer_arg, transfer_template
-from dtorch_runtime.wire.records import TemplateRecord, TransferArg
+from dtorch_runtime.wire.records import Slot, TemplateRecord, TransferArg
+
+#: Gives what it was given, if its strides are those that a redistribution's result has; else a copy that has them.
+_CONTIGUOUS: Final = "aten::contiguous.default"
 
 
 def fuse_redistributes(body: Body) -> Body:
@@ -24,6 +29,14 @@ def fuse_redistributes(body: Body) -> Body:
     Never across a write to a link of the chain, nor where partial terms would be kept that the program reduces.
     """
     return _Fusing(body).run()
+
+
+def num_fused(before: Body, after: Body) -> int:
+    """How many redistributions fewer there are."""
+    first, second = (
+        sum(transfer_arg(op.template) is not None for op in body.ops) for body in (before, after)
+    )
+    return first - second
 
 
 class _Fusing:
@@ -45,6 +58,8 @@ class _Fusing:
         self._name_of: dict[int, int] = {}
         #: The templates of redistributions by what they do.
         self._templates: dict[bytes, TemplateRecord] = {}
+        #: For each mesh, what is done there in place of a redistribution that moves nothing.
+        self._stays: dict[int, TemplateRecord] = {}
         for op in body.ops:
             arg = transfer_arg(op.template)
             if arg is not None:
@@ -57,10 +72,14 @@ class _Fusing:
             transfer = read_transfer(op, self._body.meshes)
             if transfer is not None:
                 op = self._fused(op, index, transfer)
-                if self._is_needless(op):
+                if not self._keeps(op, index):
+                    self._makers[op.outputs[0]] = (index, op)
+                elif self._is_contiguous(op):
                     self._replace(op.outputs[0], op.inputs[0])
                     continue
-                self._makers[op.outputs[0]] = (index, op)
+                else:
+                    self._memory.unite(op.inputs[0], op.outputs[0])
+                    op = replace(op, template=self._stay(op))
             kept.append(op)
         return self._body.with_ops(self._without_unread(kept))
 
@@ -108,22 +127,37 @@ class _Fusing:
             found = self._templates[key] = transfer_template(arg)
         return found
 
-    def _is_needless(self, op: BodyOp) -> bool:
-        """Whether it copies what need not be copied.
-
-        Its input must be contiguous, as its output would be: the result of another redistribution is.
-        """
-        arg = transfer_arg(op.template)
+    def _keeps(self, op: BodyOp, index: int) -> bool:
+        """Whether each device may keep what it has: nothing moves, and nobody can tell that memory is shared."""
+        transfer = read_transfer(op, self._body.meshes)
         [value], [output] = op.inputs, op.outputs
-        if arg is None or arg.source != arg.target or output <= self._body.num_outer:
-            return False
         memory = self._memory
-        return (
-            value in self._makers
-            and not memory.is_written(value)
-            and not memory.is_written(output)
-            and not (memory.is_outer(value) and memory.is_outer(output))
-        )
+        if (
+            transfer is None
+            or memory.is_written_between(value, index, len(self._body.ops))
+            or memory.is_written(output)
+            or (memory.is_outer(value) and memory.is_outer(output))
+        ):
+            return False
+        try:
+            return moves_nothing(tuple(transfer.arg.shape), transfer.source, transfer.target)
+        except (ValueError, IndexError):
+            return False  # it does not fit the tensor's shape
+
+    def _is_contiguous(self, op: BodyOp) -> bool:
+        """Whether the input surely is, as the output would be, and need not have the output's number."""
+        [value], [output] = op.inputs, op.outputs
+        arg = transfer_arg(op.template)
+        is_sure = value in self._makers or (arg is not None and not arg.shape)
+        return is_sure and output > self._body.num_outer
+
+    def _stay(self, op: BodyOp) -> TemplateRecord:
+        mesh_id = op.template.mesh_ids[-1]
+        found = self._stays.get(mesh_id)
+        if found is None:
+            found = TemplateRecord(0, _CONTIGUOUS, [Slot(0)], {}, 1, 1, 0, [mesh_id], views=[0])
+            self._stays[mesh_id] = found
+        return found
 
     def _replace(self, output: int, value: int) -> None:
         self._name_of[output] = value

@@ -15,7 +15,7 @@ from dtorch_runtime.passes.body import Body, read_body, write_body
 from dtorch_runtime.passes.bucket import fill_buckets, num_joined
 from dtorch_runtime.passes.common import share_common
 from dtorch_runtime.passes.dead import remove_dead
-from dtorch_runtime.passes.redistribute import fuse_redistributes
+from dtorch_runtime.passes.redistribute import fuse_redistributes, num_fused
 from dtorch_runtime.passes.regions import form_regions, num_compiled
 from dtorch_runtime.passes.reorder import num_moved, reorder_transfers
 from dtorch_runtime.passes.reuse import num_reused, reuse_memory
@@ -49,7 +49,7 @@ def _num_fewer(before: Body, after: Body) -> int:
 PASSES: Final[Mapping[str, Pass]] = {
     "dead": Pass(remove_dead, "removed", _num_fewer, repeats=True),
     "common": Pass(share_common, "removed", _num_fewer, repeats=True),
-    "redistribute": Pass(fuse_redistributes, "removed", _num_fewer, repeats=True),
+    "redistribute": Pass(fuse_redistributes, "removed", num_fused, repeats=True),
     "bucket": Pass(fill_buckets, "joined", num_joined, repeats=False),
     "reorder": Pass(reorder_transfers, "moved", num_moved, repeats=False),
     "compile": Pass(form_regions, "joined", num_compiled, repeats=False, is_exact=False),

@@ -27,20 +27,24 @@ from tests.support.executors import SESSION, Rig
 
 SHAPE = (4, 4)
 #: By the ids that a ``Rig`` gives them when it is asked in this order.
-MESHES = {1: DeviceMesh("cpu", [0, 1]), 2: DeviceMesh("cpu", [1, 2])}
+MESHES = {1: DeviceMesh("cpu", [0, 1]), 2: DeviceMesh("cpu", [1, 2]), 3: DeviceMesh("cpu", [[0], [1]])}
+_MESH_OF = {"'": 2, "|": 3}
 _PLACEMENTS: dict[str, Placement] = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
 _ELEMENTWISE = frozenset({"neg", "relu", "add", "random"})
 _CALL = 1000
 
 
 def layout(name: str) -> Layout:
-    """``R``, ``S0``, ``S1`` or ``P`` on the first mesh; ``R'`` and so on on the second."""
-    mesh = MESHES[2 if name.endswith("'") else 1]
-    return Layout(mesh, (_PLACEMENTS[name.rstrip("'")],))
+    """``R``, ``S0``, ``S1`` or ``P`` on the first mesh; ``R'`` and so on on the second.
+
+    ``R|`` and so on are on the third, whose other axis has one device, and terms there.
+    """
+    mesh = MESHES[mesh_of(name)]
+    return Layout(mesh, (_PLACEMENTS[name.rstrip("'|")], Partial())[: mesh.ndim])
 
 
 def mesh_of(name: str) -> int:
-    return 2 if name.endswith("'") else 1
+    return _MESH_OF.get(name[-1], 1)
 
 
 def _view(op: str, *args: Arg, knows: bool = True) -> tuple[str, list[Arg], list[int] | None]:
@@ -156,7 +160,7 @@ class BodyWriter:
             len(self.inputs),
             self.num_outputs,
             self.num_scalars,
-            [1, 2],
+            list(MESHES),
             [],
             BodyRecord(self.words, self.num_inner + self.num_moves),
         )
@@ -203,9 +207,9 @@ def _made_name(record: TemplateRecord) -> str:
         return record.op.removeprefix("dtorch::").removeprefix("aten::")
     ends = []
     for end in (arg.source, arg.target):
-        [placement] = end.placements
+        placement = end.placements[0]
         dim = str(placement.dim) if placement.kind == "S" else ""
-        ends.append(placement.kind + dim + "'" * (end.mesh_id - 1))
+        ends.append(placement.kind + dim + " '|"[end.mesh_id - 1].strip())
     return "->".join(ends)
 
 
@@ -310,7 +314,7 @@ class _Made:
 
 def random_body(rng: random.Random, num_ops: int) -> RandomBody:
     """Elementwise ops, views, writes through views, seeds, redistributions; many of them done before."""
-    inputs = [rng.choice(["R", "S0", "P", "R'"]) for _ in range(2)]
+    inputs = [rng.choice(["R", "S0", "P", "R'", "S0|"]) for _ in range(2)]
     num_outputs = rng.randint(2, 6)
     writer = BodyWriter(inputs, num_outputs)
     values = {number: _Made(name, True) for number, name in enumerate(inputs, 1)}
@@ -350,7 +354,9 @@ def _choose(rng: random.Random, values: dict[int, _Made], unread: list[int], wri
         if name.startswith("R") and is_contiguous:
             kinds["regroup"] = 3
     [kind] = rng.choices(list(kinds), list(kinds.values()))
-    targets = [other for other in ("R", "R", "S0", "S1", "R'", "S0'", "P") if other != name]
+    targets = [
+        other for other in ("R", "R", "S0", "S1", "R'", "S0'", "P", "R|", "S0|", "P|") if other != name
+    ]
     return _Choice(kind, value, rng.choice(others), rng.choice(targets))
 
 
@@ -372,5 +378,5 @@ def _write(writer: BodyWriter, values: dict[int, _Made], choice: _Choice, out: i
     fits = values[value].is_contiguous
     writer.op(kind, value, out=out, mesh=mesh, fits=fits)
     if kind == "t":
-        return _Made({"S0": "S1", "S1": "S0", "S0'": "S1'", "S1'": "S0'"}.get(name, name), False)
+        return _Made(name.translate(str.maketrans("01", "10")), False)
     return _Made(name, kind != "unknown" and fits)

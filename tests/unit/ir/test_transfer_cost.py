@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -11,8 +12,8 @@ from dtorch_runtime.ir.layout import Layout, all_boxes, device_box
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Replicate, Shard
 from dtorch_runtime.ir.transfer import plan_redistribute
-from dtorch_runtime.ir.transfer_cost import bytes_at_once, transfer_bytes
-from tests.support.layouts import layout_pairs, shapes
+from dtorch_runtime.ir.transfer_cost import bytes_at_once, moves_nothing, transfer_bytes
+from tests.support.layouts import layout_pairs, numbers, put_together, shapes, take_apart
 
 LINE = DeviceMesh("cpu", [0, 1, 2, 3])
 GRID = DeviceMesh("cpu", [[0, 1], [2, 3]])
@@ -93,3 +94,44 @@ def test_bytes_at_once_are_those_of_the_plan_of_a_small_tensor(data, shape):
     else:
         steps = plan_redistribute(shape, source, target, itemsize_bytes=4)
         assert found == sum(sum(step.bytes_by_link(4).values()) for step in steps)
+
+
+@given(data=st.data(), shape=shapes(), rng=st.randoms(use_true_random=False))
+def test_where_nothing_moves_the_pieces_are_those_of_the_target(data, shape, rng):
+    source, target = data.draw(layout_pairs(len(shape)))
+    held = {
+        device: piece.astype(float) for device, piece in take_apart(numbers(shape, rng), source, rng).items()
+    }
+    if not moves_nothing(shape, source, target):
+        return
+    np.testing.assert_array_equal(put_together(held, target), put_together(held, source))
+    assert transfer_bytes(shape, 4, source, target) == 0
+
+
+ROWS = DeviceMesh("cpu", [[0], [1], [2], [3]])
+AVG = Partial("avg")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ((LINE, [R]), (ROWS, [R, R]), True),
+        ((LINE, [S0]), (ROWS, [S0, S1]), True),
+        ((LINE, [P]), (ROWS, [P, AVG]), True),
+        ((ROWS, [AVG, P]), (ROWS, [AVG, R]), True),
+        ((GRID, [S0, S0]), (LINE, [S0]), True),
+        ((GRID, [P, S0]), (GRID, [P, S0]), True),
+        ((ROWS, [P, P]), (ROWS, [R, P]), False),
+        ((ROWS, [P, R]), (ROWS, [AVG, R]), False),
+        ((GRID, [P, P]), (LINE, [P]), False),
+        ((LINE, [R]), (ROWS, [P, R]), False),
+        ((LINE, [R]), (DeviceMesh("cpu", [0, 1, 2]), [R]), False),
+        ((LINE, [P]), (DeviceMesh("cpu", [3, 2, 1, 0]), [P]), False),
+        ((LINE, [S0]), (DeviceMesh("cpu", [3, 2, 1, 0]), [S0]), False),
+    ],
+    ids=str,
+)
+def test_whether_devices_keep_what_they_have(source, target, expected):
+    (mesh, placements), (other, others) = source, target
+    found = moves_nothing((8, 8), Layout(mesh, tuple(placements)), Layout(other, tuple(others)))
+    assert found is expected

@@ -150,7 +150,7 @@ def test_there_and_back_again_is_a_copy():
 def test_a_gather_of_which_a_slice_is_taken_is_a_slice():
     b = body("S0 R")
     b.op("neg", b.move(b.move(1, "S0", "R"), "R", "S0"), out=3)
-    assert b.shown("redistribute") == ["5 = S0->S0 1", "3 = neg 5"]
+    assert b.shown("redistribute") == ["5 = contiguous.default 1", "3 = neg 5"]
 
 
 def test_what_is_contiguous_is_not_copied():
@@ -165,7 +165,7 @@ def test_what_may_be_strided_is_copied():
     b = body("R R")
     turned = b.op("t", b.op("neg", 1))
     b.op("flat", b.move(b.move(turned, "R", "S0"), "S0", "R"), out=3)
-    assert b.shown("redistribute") == ["4 = neg 1", "5 = t 4", "7 = R->R 5", "3 = flat 7"]
+    assert b.shown("redistribute") == ["4 = neg 1", "5 = t 4", "7 = contiguous.default 5", "3 = flat 7"]
 
 
 def test_a_chain_becomes_one():
@@ -193,7 +193,78 @@ def test_passes_make_work_for_one_another():
     one = b.move(b.move(1, "R", "S0"), "S0", "R")
     other = b.move(b.move(1, "R", "S1"), "S1", "R")
     b.op("add", one, other, out=3)
-    assert b.shown("common", "redistribute") == ["5 = R->R 1", "3 = add 5 5"]
+    assert b.shown("common", "redistribute") == ["5 = contiguous.default 1", "3 = add 5 5"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("S0", "S0|"), ("S0|", "S0"), ("P", "P|"), ("P|", "P"), ("R|", "R"), ("R", "R|")],
+)
+def test_where_devices_keep_what_they_have_nothing_is_copied(source, target):
+    b = body(f"{source} R")
+    b.op("neg", b.move(b.op("neg", 1), source, target), out=3)
+    assert b.shown("redistribute") == ["4 = neg 1", "5 = contiguous.default 4", "3 = neg 5"]
+
+
+def test_a_number_needs_no_copy():
+    b = body("R R")
+    b.shape = ()
+    b.op("neg", b.move(b.op("neg", 1), "R", "R|"), out=3)
+    assert b.shown("redistribute") == ["4 = neg 1", "3 = neg 4"]
+
+
+def test_a_write_before_is_no_hindrance():
+    b = body("R R")
+    value = b.op("neg", 1)
+    b.op("neg_", value)
+    b.op("neg", b.move(value, "R", "R|"), out=3)
+    assert b.shown("redistribute") == ["4 = neg 1", "neg_ 4", "5 = contiguous.default 4", "3 = neg 5"]
+
+
+def a_result_like_an_input(b: BodyWriter) -> None:
+    b.move(1, "R", "R|", out=3)
+
+
+def a_write_to_what_was_kept(b: BodyWriter) -> None:
+    value = b.op("neg", 1)
+    same = b.move(value, "R", "R|")
+    b.op("neg_", value)
+    b.op("neg", same, out=3)
+
+
+def a_write_to_what_it_became(b: BodyWriter) -> None:
+    value = b.op("neg", 1)
+    b.op("neg_", b.move(value, "R", "R|"))
+    b.op("neg", value, out=3)
+
+
+def other_devices(b: BodyWriter) -> None:
+    b.op("neg", b.move(b.op("neg", 1), "R", "R'"), out=3)
+
+
+def terms_that_are_reduced(b: BodyWriter) -> None:
+    b.op("neg", b.move(2, "P", "R|"), out=3)
+
+
+def terms_that_are_made(b: BodyWriter) -> None:
+    b.op("neg", b.move(b.op("neg", 1), "R", "P|"), out=3)
+
+
+COPIED = [
+    a_result_like_an_input,
+    a_write_to_what_was_kept,
+    a_write_to_what_it_became,
+    other_devices,
+    terms_that_are_reduced,
+    terms_that_are_made,
+]
+
+
+@pytest.mark.parametrize("write", COPIED, ids=lambda function: function.__name__)
+def test_what_is_copied_all_the_same(write):
+    b = body("R P")
+    write(b)
+    assert b.shown("redistribute") == b.shown()
 
 
 def terms_in_the_middle(b: BodyWriter) -> None:
