@@ -146,7 +146,14 @@ class _Caller:
 
     mesh: DeviceMesh | None
     placements: Placements | None
-    batch: int | None
+    shape: tuple[int, ...]
+
+    def kept(self, placement: Placement, tensor: Tensor) -> Placement:
+        """How a result is placed where the main input is placed so: cut along a dim that is the input's, or whole."""
+        if not isinstance(placement, Shard):
+            return Replicate()
+        end = placement.dim + 1
+        return placement if end <= tensor.ndim and tensor.shape[:end] == self.shape[:end] else Replicate()
 
 
 class _Frames(threading.local):
@@ -174,8 +181,8 @@ def _add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh, is_par
     Tensors among the arguments, in lists, tuples and dicts too, are brought to the mesh, and those that have the
     batch as dim 0 are split along its ``dp`` axis. Masks stay whole: models look up rows of them by number, and where
     they meet what is split each device uses its own rows. What the model returns goes back to the mesh of the
-    caller's main input, sharded on dim 0 where that was, replicated otherwise; to ``end``, where a call of the model
-    ends, for plain input.
+    caller's main input, sharded along its batch or its sequence where that was, replicated otherwise; to ``end``,
+    where a call of the model ends, for plain input.
     """
     names = list(inspect.signature(model.forward).parameters)
 
@@ -185,9 +192,9 @@ def _add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh, is_par
         main = find_main_input(module, args, kwargs)
         batch = main.shape[0] if main is not None and main.ndim else None
         if isinstance(main, Tensor):
-            caller, graph = _Caller(main.device_mesh, main.placements, batch), main.graph
+            caller, graph = _Caller(main.device_mesh, main.placements, tuple(main.shape)), main.graph
         else:
-            caller, graph = _Caller(None, None, batch), Graph.default_graph()
+            caller, graph = _Caller(None, None, ()), Graph.default_graph()
         guard = graph.device_mesh_guard(mesh)
         guard.__enter__()
         _frames.open.append((id(module), caller, guard))
@@ -296,8 +303,8 @@ def _give_back(tensor: torch.Tensor, end: DeviceMesh, caller: _Caller) -> torch.
         return tensor
     target = caller.mesh or end
     placements: list[Placement] = [Replicate()] * target.ndim
-    if caller.placements is not None and tensor.ndim and tensor.shape[0] == caller.batch:
-        placements = [p if p == Shard(0) else Replicate() for p in caller.placements]
+    if caller.placements is not None:
+        placements = [caller.kept(placement, tensor) for placement in caller.placements]
     return tensor.redistribute(device_mesh=target, placements=placements)
 
 

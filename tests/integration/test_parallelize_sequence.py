@@ -133,6 +133,28 @@ def test_a_plain_model_has_its_sequences_cut_too(mesh: str) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_what_comes_out_is_cut_as_what_went_in() -> None:
+    whole, rows, sequence = dtorch.Replicate(), dtorch.Shard(0), dtorch.Shard(1)
+    mesh = mesh_of("dp=2 x ring=2")
+    model = dtorch.parallelize(nn.Sequential(Block(), Block()), mesh, plan={})
+    x = torch.randn(2, LENGTH, 8)
+    for placements in ([whole, whole], [rows, whole], [whole, sequence], [rows, sequence]):
+        result: Any = model(dtorch.from_torch(x, device_mesh=mesh, placements=placements))
+        assert list(result.placements) == placements
+    longer: Any = dtorch.parallelize(Twice(), mesh, plan={})(
+        dtorch.from_torch(x, device_mesh=mesh, placements=[rows, sequence])
+    )
+    assert list(longer.placements) == [rows, whole], "another length is another dim"
+
+
+class Twice(nn.Module):
+    """What it gives has no dim of the length that went in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((x, x), 1)
+
+
+@pytest.mark.usefixtures("cluster")
 def test_a_cache_is_refused_and_the_model_goes_on() -> None:
     model = dtorch.parallelize(tiny_llama(), mesh_of("ring=2"))
     ids = prompt(batch=1, length=LENGTH).to("dtorch")

@@ -393,6 +393,24 @@ def test_a_captured_step_with_dropout_is_refused(batch: tuple[torch.Tensor, torc
         step(x, y)
 
 
+@pytest.mark.usefixtures("cluster")
+def test_sequences_stay_cut_from_stage_to_stage() -> None:
+    mesh = dtorch.DeviceMesh("cpu", [[[0, 1]], [[2, 3]]], mesh_dim_names=("pp", "dp", "ring_cp"))
+    meshes, plain = mesh.unbind("pp"), [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    expected = F.mse_loss(nn.Sequential(*plain)(torch.ones(4, 6, WIDTH)), torch.zeros(4, 6, WIDTH))
+    stages = staged(plain, meshes)
+    seen: list[Any] = []
+    for stage in stages:
+        stage.register_forward_pre_hook(lambda module, args: seen.append(args[0].placements), prepend=True)
+    pipeline = Pipeline(stages, meshes, num_micro_batches=2, loss=F.mse_loss)
+    sequence = [R, R, dtorch.Shard(1)]
+    x = dtorch.ones(4, 6, WIDTH, device_mesh=mesh, placements=sequence)
+    target = dtorch.zeros(4, 6, WIDTH, device_mesh=mesh, placements=[R, S0, dtorch.Shard(1)])
+    loss = pipeline.step(x, target=target)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert seen == [(R, dtorch.Shard(1))] * 4
+
+
 class Bare(nn.Module):
     """A stage that gives what no mesh has."""
 

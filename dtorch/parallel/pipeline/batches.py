@@ -19,7 +19,7 @@ class MicroBatches:
     """Tensors that have the batch as dim 0, cut into as many runs of rows as there are micro-batches.
 
     Those of the client are sent piece by piece, each when it is asked for. Those that are sharded on dim 0 are gathered
-    first, since rows of one micro-batch are to be on all ranks of the ``dp`` axis.
+    first, since rows of one micro-batch are to be on all ranks of the ``dp`` axis; cuts of other dims stay.
 
     Raises:
         SettingError: no tensors, different numbers of rows, or fewer rows than micro-batches.
@@ -53,9 +53,10 @@ class MicroBatches:
     def on_mesh(self, micro_batch: int) -> tuple[Tensor, ...]:
         """The rows of a micro-batch, sharded on the ``dp`` axis where the mesh has one."""
         start, stop = self._bounds[micro_batch]
-        placements = _rows_on(self._mesh)
         return tuple(
-            from_torch(tensor[start:stop], device_mesh=self._mesh, placements=placements)
+            from_torch(
+                tensor[start:stop], device_mesh=self._mesh, placements=_placements_on(self._mesh, tensor)
+            )
             for tensor in self._tensors
         )
 
@@ -72,10 +73,14 @@ def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.redistribute(placements=placements)
 
 
-def _rows_on(mesh: DeviceMesh) -> list[Placement]:
-    if not has_ranks(mesh, DP_AXIS):
-        return [Replicate()] * mesh.ndim
-    return [Shard(0) if axis == mesh.axis(DP_AXIS) else Replicate() for axis in range(mesh.ndim)]
+def _placements_on(mesh: DeviceMesh, tensor: torch.Tensor) -> list[Placement]:
+    """Rows on ``dp``; on other axes as it is placed, its sequence say."""
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if isinstance(tensor, Tensor):
+        placements = _as_placed(tensor.device_mesh, tensor.placements, mesh)
+    if has_ranks(mesh, DP_AXIS):
+        placements[mesh.axis(DP_AXIS)] = Shard(0)
+    return placements
 
 
 def to_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -83,17 +88,18 @@ def to_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Partial sums are reduced before they travel; on other axes it is whole.
     """
-    source = tensor.device_mesh
     old = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
+    return tensor.redistribute(device_mesh=mesh, placements=_as_placed(tensor.device_mesh, old, mesh))
+
+
+def _as_placed(source: DeviceMesh, old: Sequence[Placement], mesh: DeviceMesh) -> list[Placement]:
+    """What is placed so on ``source``, on another mesh: the same on axes of the same name, whole on others."""
     if source == mesh or (source.mesh_dim_names, source.shape) == (mesh.mesh_dim_names, mesh.shape):
-        placements: list[Placement] = list(old)
-    else:
-        names = mesh.mesh_dim_names or (None,) * mesh.ndim
-        placements = [
-            old[source.axis(name)] if name is not None and source.has_axis(name) else Replicate()
-            for name in names
-        ]
-    return tensor.redistribute(device_mesh=mesh, placements=placements)
+        return list(old)
+    return [
+        old[source.axis(name)] if name is not None and source.has_axis(name) else Replicate()
+        for name in mesh.mesh_dim_names or (None,) * mesh.ndim
+    ]
 
 
 def joined(pieces: Sequence[Any]) -> Any:
