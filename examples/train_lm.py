@@ -2,11 +2,13 @@
 
 Run: python examples/train_lm.py --dp 2 --tp 2 --zero 1 --steps 200
 Run it again with more steps, and on another mesh if you like: it goes on from its checkpoint.
+Other axes are --pp, with --micro-batches for its stages to share, and --ring-cp and --ulysses-cp for long sequences.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,11 @@ from tqdm import tqdm
 
 import dtorch
 import dtorch.nn as dnn
+from dtorch.parallel.pipeline import Pipeline
+
+#: Of the mesh, from the outside in: neighbours along the last ones exchange most.
+AXES = ("pp", "dp", "ring_cp", "ulysses_cp", "tp")
+SEQUENCE = {"ring_cp": dtorch.Shard(1), "ulysses_cp": dtorch.Shard(1)}  # a pipeline cuts the batch by itself
 
 
 class Embed(nn.Module):
@@ -76,7 +83,13 @@ def train(args: argparse.Namespace, mesh: dtorch.DeviceMesh) -> list[float]:
     """The loss of each step, those of earlier runs among them."""
     torch.manual_seed(0)
     model = language_model(args.layers, args.width, args.heads, args.context)
-    model = dtorch.parallelize(model, mesh, plan={})
+    meshes = mesh.unbind("pp")
+    stage_of = dtorch.assign_layers_to_stages(len(model), len(meshes))
+    stages = [nn.Sequential(*(m for m, s in zip(model, stage_of) if s == n)) for n in range(len(meshes))]
+    for stage, stage_mesh in zip(stages, meshes, strict=True):
+        dtorch.parallelize(stage, stage_mesh, plan={})
+    loss_of = dnn.vocab_parallel_cross_entropy
+    pipeline = Pipeline(stages, meshes, num_micro_batches=args.micro_batches, loss=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=dtorch.tensor(args.lr), capturable=True)
     if args.zero:
         dtorch.parallel.zero(model, optimizer, stage=args.zero)
@@ -88,17 +101,17 @@ def train(args: argparse.Namespace, mesh: dtorch.DeviceMesh) -> list[float]:
     losses = state["losses"] or []
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = dnn.vocab_parallel_cross_entropy(model(x), y)
         optimizer.zero_grad()
-        loss.backward()
+        loss = pipeline.step(x, target=y)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return loss.detach()
+        return loss
 
     if args.zero not in (1, 2):  # those let parameters stand for other values, which cannot be captured
         step = dtorch.capture(step)
     pending: deque[dtorch.TensorFuture] = deque()
-    bar = tqdm(dtorch.prefetch(batches(args, len(losses)), mesh), initial=len(losses), total=args.steps)
+    ahead = dtorch.prefetch(batches(args, len(losses)), mesh, SEQUENCE)
+    bar = tqdm(ahead, initial=len(losses), total=args.steps)
     for x, y in bar:
         pending.append(step(x, y).item_async())
         schedule.step()
@@ -126,14 +139,16 @@ def draw(losses: list[float], path: Path) -> None:
 def main() -> None:
     """Train, save, draw."""
     parser = argparse.ArgumentParser(description="Trains a small language model on any mesh.")
-    numbers = {"dp": 1, "tp": 2, "zero": 0, "nodes": 1, "steps": 100, "warm-up": 20, "batch": 8}
-    for name, default in (numbers | {"context": 128, "layers": 4, "width": 256, "heads": 4}).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    numbers = {"tp": 2, "nodes": 1, "zero": 0, "steps": 100, "warm_up": 20, "batch": 8, "micro_batches": 1}
+    numbers |= {"context": 128, "layers": 4, "width": 256, "heads": 4}
+    for name, default in (dict.fromkeys(AXES, 1) | numbers).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--run", type=Path, default=Path("train_lm"), help="where checkpoint and plot are")
     args = parser.parse_args()
-    dtorch.init(num_nodes=args.nodes, devices_per_node=-(-args.dp * args.tp // args.nodes))
-    mesh = dtorch.init_device_mesh("cpu", (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+    shape = tuple(getattr(args, axis) for axis in AXES)
+    dtorch.init(num_nodes=args.nodes, devices_per_node=-(-math.prod(shape) // args.nodes))
+    mesh = dtorch.init_device_mesh("cpu", shape, mesh_dim_names=AXES)
     losses = train(args, mesh)
     print(f"loss: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}, on {mesh}")
     draw(losses, args.run / "loss.svg")

@@ -62,25 +62,34 @@ def test_train_lm_goes_on_with_another_mesh(tmp_path: Path) -> None:
     first, last, number = losses_of(tmp_path, "--steps", "16", "--lr", "0.01")
     assert number == 16
     assert last < first - 0.5
-    again, further, number = losses_of(
-        tmp_path, "--steps", "24", "--lr", "0.01", "--tp", "1", "--dp", "2", "--zero", "3"
-    )
+    mesh = "--tp 1 --dp 2 --pp 2 --micro-batches 2 --zero 3"
+    again, further, number = losses_of(tmp_path, "--steps", "24", "--lr", "0.01", *mesh.split())
     assert (again, number) == (first, 24)
     assert further < last
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_train_lm_learns_the_same_on_every_mesh(tmp_path: Path) -> None:
-    meshes = {
-        "one": ("--tp", "1"),
-        "tp": ("--tp", "2"),
-        "dp, zero 1": ("--dp", "2", "--tp", "1", "--zero", "1"),
-        "dp x tp, zero 2, two nodes": ("--dp", "2", "--tp", "2", "--zero", "2", "--nodes", "2"),
-    }
-    found = {name: losses_of(tmp_path / name, "--steps", "12", *mesh) for name, mesh in meshes.items()}
-    for name, (first, last, _) in found.items():
-        assert (first, last) == pytest.approx(found["one"][:2], abs=2e-3), name
+    meshes = (
+        "--tp 1",
+        "--tp 2",
+        "--tp 1 --dp 2 --zero 1",
+        "--tp 2 --dp 2 --zero 2 --nodes 2",
+        "--tp 1 --pp 4 --micro-batches 4",
+        "--tp 2 --ulysses-cp 2",
+        "--tp 1 --dp 2 --pp 2 --ring-cp 2 --micro-batches 3 --zero 3",
+    )
+    resumed = tmp_path / "resumed"
+    found = []
+    for number, mesh in enumerate(meshes, 1):
+        first, last, _ = losses_of(tmp_path / str(number), "--steps", str(len(meshes)), *mesh.split())
+        again, so_far, _ = losses_of(resumed, "--steps", str(number), *mesh.split())
+        found.append((mesh, first, last, again, so_far))
+    _, first, last, *_ = found[0]
+    for mesh, *losses, again, _ in found:
+        assert (*losses, again) == pytest.approx((first, last, first), abs=2e-3), mesh
+    assert found[-1][-1] == pytest.approx(last, abs=2e-3), "a run that each mesh went on with"
 
 
 @pytest.mark.timeout(120)
