@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +67,7 @@ class Resources:
         lines = [f"thread {t.name!r} ({'daemon' if t.daemon else 'not daemon'})" for t in self.threads]
         lines += [f"process {p.pid}: {_command_line(p)}" for p in self.processes]
         lines += [f"ZeroMQ socket {_describe_zmq(s)}" for s in self.zmq_sockets if not s.closed]
-        lines += [f"open file descriptor of {s}" for s in self.sockets]
+        lines += [f"open file descriptor of {s}{_kernel_line(s)}" for s in self.sockets]
         lines += [f"file {path}" for path in self.files]
         return sorted(lines)
 
@@ -78,17 +78,30 @@ class LeakWatch:
 
     declared: Resources = field(default_factory=Resources)
     _zmq_sockets: weakref.WeakSet[zmq.Socket[Any]] = field(default_factory=weakref.WeakSet)
+    #: Those of them that are connected or bound to something outside this process.
+    _wired: weakref.WeakSet[zmq.Socket[Any]] = field(default_factory=weakref.WeakSet)
 
     def install(self) -> None:
         """Learn of every ZeroMQ socket that this process opens from now on."""
-        original = zmq.Socket.__init__
-        registry = self._zmq_sockets
+        original, connect, bind = zmq.Socket.__init__, zmq.Socket.connect, zmq.Socket.bind
+        registry, wired = self._zmq_sockets, self._wired
 
         def remembering(socket: zmq.Socket[Any], *args: Any, **kwargs: Any) -> None:
             original(socket, *args, **kwargs)
             registry.add(socket)
 
+        def wiring(call: Callable[..., Any]) -> Callable[..., Any]:
+            def wire(socket: zmq.Socket[Any], address: str) -> Any:
+                result = call(socket, address)
+                if not address.startswith("inproc:"):
+                    wired.add(socket)
+                return result
+
+            return wire
+
         zmq.Socket.__init__ = remembering  # type: ignore[assignment, method-assign]
+        zmq.Socket.connect = wiring(connect)  # type: ignore[method-assign]
+        zmq.Socket.bind = wiring(bind)  # type: ignore[method-assign]
 
     def snapshot(self) -> Resources:
         return Resources(
@@ -102,8 +115,15 @@ class LeakWatch:
         )
 
     def declare_baseline(self, before: Resources) -> None:
-        """What was opened since ``before`` may stay until the session ends: a shared cluster, and its helpers."""
+        """What was opened since ``before`` may stay until the session ends: a shared cluster, and its helpers.
+
+        ZeroMQ connects on threads of its own, so a session may be open before all its connections are.
+        """
+        wait_until(lambda: self._is_connected(self.snapshot().minus(before)), "ZeroMQ to connect its sockets")
         self.declared = self.declared.plus(self.snapshot().minus(before))
+
+    def _is_connected(self, opened: Resources) -> bool:
+        return len(opened.sockets) >= len(opened.zmq_sockets & frozenset(self._wired))
 
     def leaks_since(self, before: Resources, grace_s: float = 3.0) -> list[str]:
         """What was opened since ``before`` and is still there; waits a moment for what is about to end."""
@@ -185,6 +205,17 @@ def _open_sockets() -> frozenset[str]:
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
     return frozenset(t for t in targets if t.startswith("socket:"))
+
+
+def _kernel_line(socket: str) -> str:
+    """What the kernel's tables say of ``socket:[inode]``: protocol, state, and path or address."""
+    inode = socket.removeprefix("socket:[").removesuffix("]")
+    for table in ("unix", "tcp", "tcp6", "udp", "udp6", "netlink"):
+        with suppress(OSError):
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                if inode in line.split():
+                    return f" ({table}: {' '.join(line.split())})"
+    return ""
 
 
 def _files() -> frozenset[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -103,6 +104,22 @@ def test_what_a_shared_fixture_declares_may_stay() -> None:
         with open_segment():
             (leak,) = watch.leaks_since(before, grace_s=0.0)
             assert leak.startswith(f"file /dev/shm/dtorch-{os.getpid()}-forgotten-")
+
+
+def test_what_is_declared_has_its_connections(watch: LeakWatch, tmp_path: Path) -> None:
+    declared = watch.declared
+    with closing(socket.socket(socket.AF_UNIX)) as server, zmq.Context() as context:
+        before = watch.snapshot()
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"ipc://{tmp_path}/late")
+            declaring = threading.Thread(target=watch.declare_baseline, args=(before,))
+            declaring.start()
+            server.bind(f"{tmp_path}/late")
+            server.listen()
+            declaring.join()
+            assert select.select([server], [], [], 10.0)[0], "it has connected"
+            assert watch.leaks_since(before, grace_s=0.0) == []
+    watch.declared = declared
 
 
 def test_segments_belong_to_the_process_that_they_are_named_after() -> None:
