@@ -100,6 +100,7 @@ def train(args: argparse.Namespace, mesh: dtorch.DeviceMesh) -> list[float]:
         state = dtorch.checkpoint.load(checkpoint, state)
     losses = state["losses"] or []
 
+    @dtorch.capture
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = pipeline.step(x, target=y)
@@ -107,8 +108,6 @@ def train(args: argparse.Namespace, mesh: dtorch.DeviceMesh) -> list[float]:
         optimizer.step()
         return loss
 
-    if args.zero not in (1, 2):  # those let parameters stand for other values, which cannot be captured
-        step = dtorch.capture(step)
     pending: deque[dtorch.TensorFuture] = deque()
     ahead = dtorch.prefetch(batches(args, len(losses)), mesh, SEQUENCE)
     bar = tqdm(ahead, initial=len(losses), total=args.steps)

@@ -165,32 +165,38 @@ def _cut_state(optimizer: torch.optim.Optimizer, homes: dict[Tensor, Placements]
 def _step_on_pieces(optimizer: torch.optim.Optimizer, homes: dict[Tensor, Placements]) -> None:
     """Let every step of the optimizer see each parameter as pieces: a local slice before it, a gather behind it.
 
-    What the optimizer makes like its parameters, its state, is cut then as they are.
+    What the optimizer makes like its parameters, its state, is cut then as they are. What is gathered is written to the
+    memory that the parameter had, as an optimizer writes to it: aliases of it see that, and a captured step finds the
+    parameters where they were.
     """
-    wholes = {parameter: parameter.placements for parameter in homes}
+    #: During a step: what each parameter stands for outside of it.
+    wholes: dict[Any, Any] = {}
 
     @torch.no_grad()
     def cut() -> None:
         for parameter in _parameters(optimizer):
             if parameter in homes:
-                _move(parameter, homes[parameter])
+                if parameter not in wholes:  # a step that raised has left pieces
+                    wholes[parameter] = parameter.data
+                    _move(parameter, homes[parameter])
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.redistribute(placements=homes[parameter])
         _cut_state(optimizer, homes)  # what a state dict has brought since
 
     @torch.no_grad()
     def gather() -> None:
-        for parameter in _parameters(optimizer):
-            if parameter in homes:
-                _move(parameter, wholes[parameter])
+        for parameter, whole in list(wholes.items()):
+            gathered = parameter.data.redistribute(placements=whole.placements)
+            parameter.data = whole
+            parameter.copy_(gathered)
+            del wholes[parameter]
 
     def whole_inside(closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             gather()
-            try:
-                return closure()
-            finally:
-                cut()
+            loss = closure()  # where it raises, parameters stay whole
+            cut()
+            return loss
 
         return evaluate
 
