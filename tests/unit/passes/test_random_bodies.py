@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dtorch_runtime.passes.rewrite import PASSES
+from dtorch_runtime.worker import tiles
 from tests.support.bodies import BodyRunner, random_body
 from tests.support.executors import Rig
 
@@ -19,7 +20,8 @@ NUM_SUBSETS = 6
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[BodyRunner]:
-    with Rig([range(3)]) as rig:
+    with Rig([range(3)]) as rig, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "TILE_BYTES", 1)
         yield BodyRunner(rig)
 
 
