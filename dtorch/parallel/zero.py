@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dtorch.parallel.cuts import Axis, axis_number, piece_placements
-from dtorch.parallel.hooks import set_gradient_placements
+from dtorch.parallel.reduction import set_gradient_placements
 from dtorch.parallel.zero_gather import gather_in_use
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import MeshError, SettingError
@@ -71,7 +71,9 @@ def zero(
         if optimizer is not None:
             _cut_state(optimizer, homes)
     if stage == 3:
-        gather_in_use(model, axis, homes, compute_dtype)
+        # Parameters that stay whole have the dtype too.
+        seen = homes if compute_dtype is None else {p for p in model.parameters() if isinstance(p, Tensor)}
+        gather_in_use(model, axis, seen, compute_dtype)
     elif optimizer is not None:
         _step_on_pieces(optimizer, homes)
     object.__setattr__(model, "dtorch_zero", stage)

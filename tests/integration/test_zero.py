@@ -171,8 +171,11 @@ def test_stage_3_with_checkpointing(plain: Net, data: list[tuple[torch.Tensor, t
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_stage_3_computes_in_another_dtype(plain: Net, data: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    mesh = mesh_of("dp=2")
+@pytest.mark.parametrize("name", ["dp=2", "dp=2 x tp=2"])
+def test_stage_3_computes_in_another_dtype(
+    name: str, plain: Net, data: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    mesh = mesh_of(name)
     model = dtorch.parallelize(copy.deepcopy(plain), mesh, {})
     dtorch.parallel.zero(model, stage=3, compute_dtype=torch.bfloat16)
     assert model(batch(mesh, data[0][0])).dtype == torch.bfloat16
