@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dtorch.nn.sharding import moved
 from dtorch.parallel.cuts import Axis, axis_number
-from dtorch.parallel.hooks import add_gradient_hook, map_tensors
+from dtorch.parallel.hooks import map_tensors
+from dtorch.parallel.reduction import add_gradient_hook
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.placement import Placement

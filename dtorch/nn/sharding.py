@@ -11,7 +11,7 @@ from dtorch.cluster import session_if_open
 from dtorch.factory import empty
 from dtorch.graph import Graph
 from dtorch.parallel.cuts import Axis, ShardedParameters, axis_number
-from dtorch.parallel.hooks import add_gradient_hook
+from dtorch.parallel.reduction import add_gradient_hook
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import MeshError
 from dtorch_runtime.ir.mesh import DeviceMesh

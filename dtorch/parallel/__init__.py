@@ -8,6 +8,7 @@ from dtorch.parallel.costs import ClusterCosts, LinkCosts
 from dtorch.parallel.distribute import parallelize
 from dtorch.parallel.found import Found
 from dtorch.parallel.preview import ModelPlan, PlanRow, plan
+from dtorch.parallel.reduction import reduce_once
 from dtorch.parallel.report import LayerRow, Report, describe
 from dtorch.parallel.zero import zero
 
@@ -23,6 +24,7 @@ __all__ = [
     "parallelize",
     "pipeline",
     "plan",
+    "reduce_once",
     "static_cache",
     "zero",
 ]

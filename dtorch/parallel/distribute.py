@@ -15,8 +15,9 @@ from dtorch.parallel.decide import PlanChoice, SearchRequest, decide
 from dtorch.parallel.experts import is_experts, run_on_mesh
 from dtorch.parallel.facts import base_prefix
 from dtorch.parallel.found import Found, zero_call
-from dtorch.parallel.hooks import add_entry_hooks, add_gradient_hook, add_module_hooks, generate_on
+from dtorch.parallel.hooks import add_entry_hooks, add_module_hooks, generate_on
 from dtorch.parallel.place import Progress, check_sources, collect_homes, find_stored, place
+from dtorch.parallel.reduction import add_gradient_hook
 from dtorch.parallel.sequence import add_sequence_hooks
 from dtorch.parallel.stage_hooks import add_stage_hooks
 from dtorch.parallel.weights import Checkpoint

@@ -7,10 +7,10 @@ import inspect
 import itertools
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from dtorch.parallel.cache import place_caches
 from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, ModulePlan, has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Partial, Placement, Placements, Replicate, Shard
+from dtorch_runtime.ir.placement import Placement, Placements, Replicate, Shard
 
 #: Names of the argument that says what the batch size is, in the order in which they are looked for.
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "input_values", "input_features", "pixel_values")
@@ -44,97 +44,6 @@ def add_module_hooks(module: nn.Module, plan: ModulePlan) -> None:
 def _restore_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     restored: Tensor = output.redistribute_by_dict({TP_AXIS: Replicate()})
     return restored
-
-
-@dataclass(slots=True)
-class _GradientHome:
-    """A hook of a parameter: brings its gradients to where they are kept.
-
-    Attributes:
-        waits: inside ``reduce_once``.
-        terms: the placements of the first gradient there, with which the others are added to it.
-    """
-
-    placements: Sequence[Placement]
-    waits: bool = False
-    terms: Placements | None = None
-
-    def __call__(self, gradient: Any) -> Any:
-        if not self.waits:
-            return gradient.redistribute(placements=self.placements)
-        if self.terms is None:
-            self.terms = gradient.placements
-        return gradient.redistribute(placements=self.terms)
-
-
-def add_gradient_hook(parameter: nn.Parameter) -> None:
-    """Bring each gradient of ``parameter`` to the placements of the parameter before it is accumulated.
-
-    Data parallelism leaves a partial sum on each part of the batch; an optimizer wants the sum. A parameter that does
-    not require a gradient when it is made parallel gets no hook.
-    """
-    set_gradient_placements(parameter, cast(Tensor, parameter).placements)
-
-
-def set_gradient_placements(parameter: Any, placements: Sequence[Placement]) -> None:
-    """Bring each gradient of ``parameter`` to these placements, and no more to those that were set before."""
-    if not parameter.requires_grad:
-        return
-    resolved = _with_gradients_whole(placements)
-    home = _home_of(parameter)
-    if home is None:
-        parameter.register_hook(_GradientHome(resolved))
-    else:
-        home.placements = resolved
-
-
-def _with_gradients_whole(placements: Sequence[Placement]) -> list[Placement]:
-    """Terms of a sum all have the gradient of the sum."""
-    return [Replicate() if isinstance(p, Partial) else p for p in placements]
-
-
-def _home_of(parameter: Any) -> _GradientHome | None:
-    hooks = (parameter._backward_hooks or {}).values()
-    return next((hook for hook in hooks if isinstance(hook, _GradientHome)), None)
-
-
-@contextmanager
-def reduce_once(parameters: Iterable[Any]) -> Iterator[None]:
-    """Inside, gradients are added up as the terms that each device has of them; at the end they are reduced, once.
-
-    Gradients that are kept in smaller pieces than their parameters (ZeRO) are reduced each time, as terms would take
-    the memory that the pieces save.
-    """
-    waiting: list[tuple[Any, _GradientHome, Any]] = []
-    for parameter in parameters:
-        home = _home_of(parameter)
-        if home is None or home.waits or not _may_have_terms(parameter, home):
-            continue
-        home.waits, home.terms = True, None
-        waiting.append((parameter, home, parameter.grad))
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, home, before in waiting:
-            home.waits = False
-            gradient, parameter.grad = parameter.grad, before
-            if gradient is None:
-                continue
-            whole = gradient.redistribute(placements=home.placements)
-            if before is None:
-                parameter.grad = whole
-            else:
-                with torch.no_grad():
-                    before.add_(whole)
-
-
-def _may_have_terms(parameter: Any, home: _GradientHome) -> bool:
-    placements = parameter.placements
-    if list(home.placements) != _with_gradients_whole(placements):
-        return False
-    sizes = parameter.device_mesh.shape
-    return any(size > 1 and p == Replicate() for size, p in zip(sizes, placements, strict=True))
 
 
 # ---- the model's entry and exit ----

@@ -17,6 +17,7 @@ from torch import nn
 from dtorch.graph import Handle
 from dtorch.parallel.cuts import Axis, axis_number
 from dtorch.parallel.hooks import map_tensors
+from dtorch.parallel.reduction import takes_whole_terms
 from dtorch.tensors import Tensor
 from dtorch_runtime.ir.placement import Placement, Replicate
 
@@ -171,7 +172,21 @@ class _Gathers:
         tensor: Any = parameter
         if self.dtype is not None and parameter.is_floating_point():
             tensor = tensor.to(self.dtype)
+        if torch.is_grad_enabled() and takes_whole_terms(parameter):
+            return cast(Tensor, _Gathered.apply(tensor, placements))  # type: ignore[no-untyped-call]  # torch's
         return cast(Tensor, tensor.redistribute(placements=placements))
+
+
+class _Gathered(torch.autograd.Function):
+    """A parameter whole, whose gradient is not brought back to pieces here: what the parameter's hook gets is terms."""
+
+    @staticmethod
+    def forward(ctx: Any, pieces: Any, placements: list[Placement]) -> Any:
+        return pieces.redistribute(placements=placements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+        return gradient, None
 
 
 # ---- what autograd keeps ----

@@ -46,7 +46,7 @@ NN = """
 
 PARALLEL = """
     ClusterCosts Found LayerRow LinkCosts ModelPlan PlanRow Report
-    describe parallelize pipeline plan static_cache zero
+    describe parallelize pipeline plan reduce_once static_cache zero
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -13,12 +13,12 @@ from torch import nn
 
 from dtorch.deferred import DeferredWeights
 from dtorch.graph import Graph
-from dtorch.parallel.hooks import reduce_once
 from dtorch.parallel.pipeline.batches import MicroBatches, joined
 from dtorch.parallel.pipeline.boundary import Boundary
 from dtorch.parallel.pipeline.order import issue_order
 from dtorch.parallel.pipeline.schedules import ScheduleName, make_orders, training_order
 from dtorch.parallel.pipeline.steps import Orders, Step
+from dtorch.parallel.reduction import reduce_once_without_pieces
 from dtorch.random import branches, get_state, next_seed, set_state
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import MeshError, SettingError
@@ -116,8 +116,9 @@ class Pipeline:
                 )
         with _numbers(self.num_micro_batches) as numbers:
             run = _Run(self, rows, targets, self.order, numbers)
-            parameters = (parameter for stage in self.stages for parameter in stage.parameters())
-            with reduce_once(parameters):
+            parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+            # Of one micro-batch each gradient is reduced as soon as it is there, beside the rest of the backward pass.
+            with nullcontext() if self.num_micro_batches == 1 else reduce_once_without_pieces(parameters):
                 for step in self.order:
                     run.do(step)
         if losses is not None:
