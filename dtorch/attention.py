@@ -2,7 +2,8 @@
 
 Mesh axes named ``ulysses_cp`` and ``ring_cp`` say how a sequence that is cut over them is brought together. Ulysses
 (Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509): an all-to-all exchanges the cut of the sequence for one of the
-heads, and one goes back. Ring: ``ring_attention``. With both, heads are exchanged first. Shapes are global.
+heads, and one goes back. Ring: ``ring_attention``. With both, heads are exchanged first. Where keys alone are cut, as
+those of a cache are when a token is decoded: ``merged_attention``. Shapes are global.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dtorch import auto
 from dtorch.dispatch import special
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import is_default_mesh
+from dtorch.merged_attention import merged_attention
 from dtorch.propagate import propagate
 from dtorch.ring_attention import Ring, ring_attention
 from dtorch.spec import Spec, intern_spec
@@ -36,12 +38,25 @@ ULYSSES_AXES = ("ulysses_cp", "ulysess_cp")
 RING_AXIS = "ring_cp"
 
 
+def sequence_axes(mesh: DeviceMesh) -> list[str]:
+    """The axes of a mesh that cut sequences over several devices."""
+    names = (*ULYSSES_AXES, RING_AXIS)
+    return [name for name in names if mesh.has_axis(name) and mesh.size(name) > 1]
+
+
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """The axes of a mesh that the sequence of a call is cut over, by their use; None where it is not."""
+    """The axes of a mesh that the sequence of a call is cut over, by their use; None where it is not.
 
-    ulysses: int | None
-    ring: int | None
+    Attributes:
+        of_keys: those along which keys are cut, and queries whole.
+        of_queries: those along which queries are cut, and keys whole, which a causal mask does not allow.
+    """
+
+    ulysses: int | None = None
+    ring: int | None = None
+    of_keys: tuple[int, ...] = ()
+    of_queries: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -120,6 +135,8 @@ def _over_sequence(
         )
     call.query, call.key, call.value = (_plain(x) for x in call.inputs)
     call.mask = _mask_on_mesh(call)
+    if axes.of_keys or axes.of_queries:
+        return _over_some(call, axes)
     placements = query._spec.layout.placements
     if axes.ulysses is not None:
         _exchange_for_heads(call, axes.ulysses)
@@ -130,6 +147,38 @@ def _over_sequence(
     return out if axes.ulysses is None else out.redistribute(placements=placements)
 
 
+def _over_some(call: _Call, axes: _Axes) -> Any:
+    """The result of a call that is cut along some axes in its queries only, or in its keys only.
+
+    What is whole is cut where it is, which moves nothing; but keys stay where they are when all that is asked for is
+    what they give to queries that every device has: a cache and the next token.
+
+    Raises:
+        PlacementError, RuntimeError: as ``_over_sequence``.
+    """
+    cut = Shard(call.query.ndim - 2)
+    tensors = (*call.inputs, call.mask)
+    needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    alone = not axes.of_queries and axes.ulysses is None and axes.ring is None
+    if alone and not needs_gradient and not call.dropout_p:
+        try:
+            return merged_attention(
+                tensors, axes.of_keys, bool(call.is_causal), call.scale, bool(call.enable_gqa)
+            )
+        except PlacementError:
+            if auto.current() is None:
+                raise
+            return NotImplemented
+    placements = call.query._spec.layout.placements
+    for axis in axes.of_keys:
+        call.query = _placed(call.query, axis, cut)
+    for axis in axes.of_queries:
+        call.key, call.value = (_placed(x, axis, cut) for x in (call.key, call.value))
+    options = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+    out = _sdpa(*call.inputs, call.mask, call.dropout_p, call.is_causal, **options)
+    return out.redistribute(placements=placements)
+
+
 def _plain(x: Any) -> Any:
     """A tensor of its own in the place of a view that is linked to a converted copy."""
     return x if type(x) is x._symbol_class else x.clone()
@@ -137,17 +186,19 @@ def _plain(x: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _axes_of(query: Spec, key: Spec, value: Spec, is_causal: bool, may_move: bool) -> _Axes | None:
-    """Which axes all three are cut over by sequence; None when there is none.
+    """Which axes they are cut over by sequence; None when there is none.
 
     Queries alone may be cut, as on any axis, where no causal mask counts them.
 
     Raises:
-        PlacementError: some of them are, and nothing is allowed to move them (``may_move``).
+        PlacementError: keys or values alone are, and nothing is allowed to move them (``may_move``).
     """
     mesh = query.layout.mesh
     if mesh.mesh_dim_names is None or any(spec.layout.mesh != mesh for spec in (key, value)):
         return None
     found: dict[str, int] = {}
+    of_keys: list[int] = []
+    of_queries: list[int] = []
     for name in (*ULYSSES_AXES, RING_AXIS):
         if not mesh.has_axis(name):
             continue
@@ -155,11 +206,19 @@ def _axes_of(query: Spec, key: Spec, value: Spec, is_causal: bool, may_move: boo
         cut = [_is_cut(spec, axis) for spec in (query, key, value)]
         if all(cut):
             found["ring" if name == RING_AXIS else "ulysses"] = axis
+        elif all(cut[1:]) and _is_whole(query, axis):
+            of_keys.append(axis)
+        elif cut[0] and is_causal and _is_whole(key, axis) and _is_whole(value, axis):
+            of_queries.append(axis)
         elif (any(cut[1:]) or (cut[0] and is_causal)) and not may_move:
             raise _cut_differently(name, axis, (query, key, value))
-    if not found:
+    if not (found or of_keys or of_queries):
         return None
-    return _Axes(found.get("ulysses"), found.get("ring"))
+    return _Axes(found.get("ulysses"), found.get("ring"), tuple(of_keys), tuple(of_queries))
+
+
+def _is_whole(spec: Spec, axis: int) -> bool:
+    return spec.layout.placements[axis] == Replicate()
 
 
 def _is_cut(spec: Spec, axis: int) -> bool:
@@ -171,10 +230,11 @@ def _cut_differently(name: str, axis: int, specs: Sequence[Spec]) -> PlacementEr
     names = ("query", "key", "value")
     given = ", ".join(f"{n} {spec.layout.placements[axis]}" for n, spec in zip(names, specs, strict=True))
     dim = len(specs[0].shape) - 2
-    wrong = next(n for n, spec in zip(names, specs, strict=True) if not _is_cut(spec, axis))
+    order = (*zip(names[1:], specs[1:], strict=True), (names[0], specs[0]))  # a query may be whole
+    wrong = next(n for n, spec in order if not _is_cut(spec, axis))
     return PlacementError(
         f"scaled_dot_product_attention over the mesh axis {name!r} takes query, key and value that are all cut by "
-        f"sequence (dim {dim}) there, got {given}; write {wrong} = "
+        f"sequence (dim {dim}) there, or key and value alone, got {given}; write {wrong} = "
         f"{wrong}.redistribute_by_dict({{{name!r}: Shard({dim})}})"
     )
 
@@ -251,6 +311,17 @@ def _exchange_for_heads(call: _Call, axis: int) -> None:
         of_heads = call.mask.ndim - 3
         has_heads = of_heads >= 0 and call.mask.shape[of_heads] > 1
         call.mask = _mask_placed(call, axis, Shard(of_heads, group) if has_heads else Replicate())
+        if has_heads:
+            call.mask = _with_heads_of_query(call, dim, of_heads)
+
+
+def _with_heads_of_query(call: _Call, dim: int, of_heads: int) -> Any:
+    """The mask with its heads cut on other axes as those of the query are, which moves nothing."""
+    placements = list(call.mask._spec.layout.placements)
+    for axis, placement in enumerate(call.query._spec.layout.placements):
+        if isinstance(placement, Shard) and placement.dim == dim and placements[axis] == Replicate():
+            placements[axis] = Shard(of_heads, placement.unit)
+    return call.mask.redistribute(placements=placements)
 
 
 def _num_parts_of_heads(call: _Call, dim: int, axis: int) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from dtorch.attention import sequence_axes
 from dtorch.factory import zeros
-from dtorch.parallel.tp_plan import DP_AXIS, has_ranks
+from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import UnsupportedError
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -33,7 +35,8 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
 
     Returns:
         The cache; keys and values of each layer are of global shape (batch_size, key/value heads, max_cache_len,
-        features of a head), sharded on the heads along ``tp`` where the plan cuts the heads. Models whose cache holds
+        features of a head), sharded on the heads along ``tp`` where the plan cuts the heads, and on the tokens along
+        ``ulysses_cp`` and ``ring_cp``, where layers with a sliding window are whole. Models whose cache holds
         something else (DeepSeek's holds what keys and values are made of) make it themselves in the first step, which
         then cannot be captured.
 
@@ -56,30 +59,47 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
     if getattr(config, "kv_lora_rank", None):
         return cache
 
-    def empty(mesh: DeviceMesh, cuts_heads: bool, length: int) -> torch.Tensor:
+    def empty(home: _Home, length: int) -> torch.Tensor:
         shape = (batch_size, num_heads, length, head_dim)
-        return zeros(
-            *shape, dtype=parameter.dtype, device_mesh=mesh, placements=_placements(mesh, cuts_heads)
-        )
+        placements = _placements(home)
+        return zeros(*shape, dtype=parameter.dtype, device_mesh=home.mesh, placements=placements)
 
     homes = dict(_homes_of_layers(model))
     for index, layer in enumerate(cache.layers):
-        mesh, cuts_heads = homes.get(index, (parameter.device_mesh, True))
-        with parameter.graph.device_mesh_guard(mesh):
-            layer.lazy_initialization(empty(mesh, cuts_heads, 1), empty(mesh, cuts_heads, 1))
+        home = homes.get(index, _Home(parameter.device_mesh, True))
+        home = replace(home, cuts_tokens=not getattr(layer, "is_sliding", False))
+        with parameter.graph.device_mesh_guard(home.mesh):
+            layer.lazy_initialization(empty(home, 1), empty(home, 1))
         # A layer with a sliding window keeps fewer.
-        layer.keys = empty(mesh, cuts_heads, layer.max_cache_len)
-        layer.values = empty(mesh, cuts_heads, layer.max_cache_len)
+        layer.keys = empty(home, layer.max_cache_len)
+        layer.values = empty(home, layer.max_cache_len)
+    if sequence_axes(parameter.device_mesh):
+        from dtorch.parallel.cut_cache import cut_cache  # it needs transformers
+
+        cut_cache(cache)
     return cache
 
 
-def _placements(mesh: DeviceMesh, cuts_heads: bool) -> list[Placement]:
-    cut: dict[str, Placement] = {"dp": Shard(0), "tp": Shard(1) if cuts_heads else Replicate()}
-    names = mesh.mesh_dim_names or ()
-    return [cut.get(name, Replicate()) if has_ranks(mesh, name) else Replicate() for name in names]
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where a layer's keys and values are, and what of them is cut where the mesh has an axis for it."""
+
+    mesh: DeviceMesh
+    cuts_heads: bool
+    cuts_tokens: bool = True
 
 
-def _homes_of_layers(model: nn.Module) -> Iterator[tuple[int, tuple[DeviceMesh, bool]]]:
+def _placements(home: _Home) -> list[Placement]:
+    cut: dict[str, Placement] = {DP_AXIS: Shard(0)}
+    if home.cuts_heads:
+        cut[TP_AXIS] = Shard(1)
+    if home.cuts_tokens:
+        cut |= dict.fromkeys(sequence_axes(home.mesh), Shard(2))
+    names = home.mesh.mesh_dim_names or ()
+    return [cut.get(name, Replicate()) if has_ranks(home.mesh, name) else Replicate() for name in names]
+
+
+def _homes_of_layers(model: nn.Module) -> Iterator[tuple[int, _Home]]:
     """The mesh of the attention layer with each number, and whether its heads are cut.
 
     Those of a pipeline are on the mesh of their stage, and a plan may cut the heads of some.
@@ -90,29 +110,32 @@ def _homes_of_layers(model: nn.Module) -> Iterator[tuple[int, tuple[DeviceMesh, 
         parameter: Any = next(module.parameters(), None)
         if isinstance(number, int) and isinstance(parameter, Tensor):
             cuts_heads = cut is None or any(other.startswith(f"{name}.") for other in cut)
-            yield number, (parameter.device_mesh, cuts_heads)
+            yield number, _Home(parameter.device_mesh, cuts_heads)
 
 
 def place_caches(values: Iterable[Any]) -> None:
     """Prepare the caches among a model's arguments for a step.
 
     A beam search picks rows that other devices have, which leaves partial sums: they are reduced. Layers of fixed size
-    that are still to be made will be made where keys and values of the model are.
+    that are still to be made will be made where keys and values of the model are. Rows are picked where a layer is.
     """
-    for layer in _layers(values):
+    for layer in (layer for cache in caches_in(values) for layer in cache.layers):
         if getattr(layer, "is_initialized", False):
             layer.keys, layer.values = _reduced(layer.keys), _reduced(layer.values)
         elif hasattr(layer, "max_cache_len") and not hasattr(layer, "conv_states"):
             layer.lazy_initialization = types.MethodType(_make_where_keys_are, layer)
+        if hasattr(layer, "reorder_cache") and "reorder_cache" not in vars(layer):
+            layer.reorder_cache = types.MethodType(_reorder_where_keys_are, layer)
 
 
-def _layers(values: Iterable[Any]) -> Iterator[Any]:
+def caches_in(values: Iterable[Any]) -> Iterator[Any]:
+    """The caches of transformers among a model's arguments; both of an encoder with a decoder."""
     for value in values:
         inner = [getattr(value, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
         if any(part is not None for part in inner):
-            yield from _layers(inner)
+            yield from caches_in(inner)
         elif hasattr(value, "layers") and hasattr(value, "update") and not isinstance(value, nn.Module):
-            yield from value.layers
+            yield value
 
 
 def _reduced(states: Any) -> Any:
@@ -127,6 +150,15 @@ def _reduced(states: Any) -> Any:
     )
 
 
+def _reorder_where_keys_are(layer: Any, beam_idx: Any) -> None:
+    """``reorder_cache`` of a layer that is on another stage than the beams."""
+    keys = getattr(layer, "keys", None)
+    if isinstance(keys, Tensor) and isinstance(beam_idx, Tensor) and keys.device_mesh != beam_idx.device_mesh:
+        whole = [Replicate()] * keys.device_mesh.ndim
+        beam_idx = beam_idx.redistribute(device_mesh=keys.device_mesh, placements=whole)
+    type(layer).reorder_cache(layer, beam_idx)
+
+
 def _make_where_keys_are(layer: Any, key_states: Any, value_states: Any) -> None:
     """``lazy_initialization`` of a layer of fixed size. Nowhere is more made than what stays there."""
     if not isinstance(key_states, Tensor):
@@ -138,6 +170,9 @@ def _make_where_keys_are(layer: Any, key_states: Any, value_states: Any) -> None
         type(layer).lazy_initialization(layer, key_states, value_states)
     finally:
         layer.max_cache_len = length
+    on_tokens: Placement = Replicate() if getattr(layer, "is_sliding", False) else Shard(2)
+    cut = dict.fromkeys(sequence_axes(key_states.device_mesh), on_tokens)
+    names = key_states.device_mesh.mesh_dim_names or ("",) * key_states.device_mesh.ndim
     layer.keys, layer.values = (
         zeros(
             *states.shape[:2],
@@ -145,7 +180,7 @@ def _make_where_keys_are(layer: Any, key_states: Any, value_states: Any) -> None
             states.shape[-1],
             dtype=states.dtype,
             device_mesh=states.device_mesh,
-            placements=states.placements,
+            placements=[cut.get(name, p) for name, p in zip(names, states.placements, strict=True)],
         )
         for states in (key_states, value_states)
     )

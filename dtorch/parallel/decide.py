@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from torch import nn
 
+from dtorch.attention import sequence_axes
 from dtorch.parallel.costs import ClusterCosts, CostModel, Step, Weight
 from dtorch.parallel.cuts import ShardedParameters
 from dtorch.parallel.exchanges import Workload
@@ -15,7 +16,7 @@ from dtorch.parallel.facts import AutoPlan, auto_plan, base_prefix, collect_fact
 from dtorch.parallel.found import Found
 from dtorch.parallel.measure import measure
 from dtorch.parallel.search import Space, search
-from dtorch.parallel.sequence import axes_of, check_sequence
+from dtorch.parallel.sequence import check_sequence
 from dtorch.parallel.stages import Stages, plan_stages
 from dtorch.parallel.tp_plan import (
     DP_AXIS,
@@ -143,7 +144,7 @@ def _choose(model: nn.Module, mesh: DeviceMesh, facts: Sequence[ModuleFacts], pl
 def _space(model: nn.Module, auto: Decision, request: SearchRequest, work: Workload) -> Space:
     """What a search for a plan of ``model`` chooses from. Costs that were not given are measured."""
     facts, stages, first = auto.facts, auto.stages, auto.stages.meshes[0]
-    axes = [*(axis for axis in (DP_AXIS, TP_AXIS) if has_ranks(first, axis)), *axes_of(first)]
+    axes = [*(axis for axis in (DP_AXIS, TP_AXIS) if has_ranks(first, axis)), *sequence_axes(first)]
     if request.costs is not None:
         request.costs.check_axes(axes)
     costs = request.costs or measure(first, axes)

@@ -66,8 +66,7 @@ def parallelize(
             lacks weights or has them in another shape, more stages than layers, a model that is already parallel, or a
             memory limit that nothing found fits, or that comes without ``"search"``.
         PlacementError: placements that do not fit the mesh or the weight, or heads that ``ulysses_cp`` cannot cut.
-        UnsupportedError: ``"auto"`` for a model that carries no plan, a buffer whose values cannot be made again, or
-            an encoder with a decoder on an axis for sequences.
+        UnsupportedError: ``"auto"`` for a model that carries no plan, or a buffer whose values cannot be made again.
     """
     if hasattr(model, "dtorch_mesh"):
         raise SettingError(

@@ -77,11 +77,18 @@ _frames = _Frames()
 
 def add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh) -> None:
     """Make calls of ``model``, and of the encoder that ``generate()`` calls by itself, run on ``mesh``."""
-    find_encoder = getattr(model, "get_encoder", None)
-    encoder = find_encoder() if find_encoder is not None else None
-    for module in (model, encoder):
-        if isinstance(module, nn.Module) and (module is model or module in model.modules()):
-            _add_entry_hooks(module, mesh, end, is_part=module is not model)
+    _add_entry_hooks(model, mesh, end, is_part=False)
+    encoder = encoder_of(model)
+    if encoder is not None:
+        _add_entry_hooks(encoder, mesh, end, is_part=True)
+
+
+def encoder_of(model: nn.Module) -> nn.Module | None:
+    """The part of a Hugging Face model that ``generate()`` calls by itself; None where there is none."""
+    find = getattr(model, "get_encoder", None)
+    encoder = find() if find is not None else None
+    is_part = isinstance(encoder, nn.Module) and encoder is not model and encoder in model.modules()
+    return encoder if is_part else None
 
 
 def _add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh, is_part: bool) -> None:

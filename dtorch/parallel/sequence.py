@@ -7,33 +7,28 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtorch.attention import RING_AXIS, ULYSSES_AXES
+from dtorch.attention import RING_AXIS, ULYSSES_AXES, sequence_axes
+from dtorch.parallel.cache import caches_in
 from dtorch.parallel.facts import base_prefix
-from dtorch.parallel.hooks import find_main_input, map_tensors
+from dtorch.parallel.hooks import encoder_of, find_main_input, map_tensors
 from dtorch.parallel.tp_plan import TP_AXIS, has_ranks
 from dtorch.tensors import Tensor
-from dtorch_runtime.errors import PlacementError, SettingError, UnsupportedError
+from dtorch_runtime.errors import PlacementError, SettingError
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Replicate, Shard
 
 #: Which dim of tokens, of embeddings and of hidden states is the sequence; dim 0 is the batch.
 _SEQUENCE_DIM: Final = 1
 _TOKENS: Final = ("input_ids", "inputs_embeds")
-_CACHES: Final = ("cache", "past_key_values")
 #: Losses of Hugging Face models that are given one label for each place of the sequence, by ``loss_type``.
 _SHIFTED, _IN_PLACE = ("ForCausalLM",), ("ForMaskedLM", "ForTokenClassification")
-
-
-def axes_of(mesh: DeviceMesh) -> list[str]:
-    """The axes of a mesh that cut sequences."""
-    return [name for name in (*ULYSSES_AXES, RING_AXIS) if has_ranks(mesh, name)]
 
 
 def check_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -41,10 +36,9 @@ def check_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises:
         SettingError: the model takes no tokens, or does not use ``scaled_dot_product_attention``.
-        UnsupportedError: it is an encoder with a decoder.
         PlacementError: there are more devices than heads to cut.
     """
-    axes = axes_of(mesh)
+    axes = sequence_axes(mesh)
     if not axes:
         return
     config, name = getattr(model, "config", None), type(model).__name__
@@ -52,11 +46,6 @@ def check_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
     if main not in _TOKENS:
         raise SettingError(
             f"the axis {axes[0]!r} cuts sequences of tokens, and {name} is called with {main}; "
-            f"give a mesh without it"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"the axis {axes[0]!r} cuts the sequence of a decoder or of an encoder, and {name} has both; "
             f"give a mesh without it"
         )
     attention = getattr(config, "_attn_implementation", "sdpa")
@@ -76,12 +65,14 @@ def check_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def add_sequence_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut what ``model`` is called with along the sequence. ``mesh`` is where a call begins."""
-    axes = axes_of(mesh)
+    """Cut what ``model`` is called with along the sequence. ``mesh`` is where a call begins.
+
+    An encoder with a decoder has the sequence of the encoder cut, that of the decoder is whole. The encoder by itself,
+    as ``generate()`` calls it, has its sequence cut too.
+    """
+    axes = sequence_axes(mesh)
     if not axes:
         return
-    takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
-    cut = dict.fromkeys(axes, Shard(_SEQUENCE_DIM))
     has_loss_of_pieces = _use_loss_of_pieces(model, axes)
 
     def is_whole_behind(kwargs: dict[str, Any]) -> bool:
@@ -90,22 +81,39 @@ def add_sequence_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
         some_places = not (isinstance(places, int) and places == 0)
         return some_places or (kwargs.get("labels") is not None and not has_loss_of_pieces)
 
+    _add_call_hooks(model, axes, is_whole_behind, is_part=False)
+    encoder = encoder_of(model)
+    if encoder is not None:
+        _add_call_hooks(encoder, axes, lambda kwargs: False, is_part=True)
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.register_forward_pre_hook(_cut_caches_of_layer, with_kwargs=True)
+    base = getattr(model, base_prefix(model) or "", None)
+    if isinstance(base, nn.Module):
+        base.register_forward_hook(lambda module, args, output: _gathered(output, axes))
+
+
+def _add_call_hooks(
+    model: nn.Module, axes: list[str], is_whole_behind: Callable[[dict[str, Any]], bool], is_part: bool
+) -> None:
+    """The hooks of a model, or of a part of it for calls that are not the model's own."""
+    cut = dict.fromkeys(axes, Shard(_SEQUENCE_DIM))
+    names = [*inspect.signature(model.forward).parameters]
+    has_encoder = "encoder_outputs" in names
+
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _calls.open.append((id(module), is_whole_behind(kwargs)))
-        if any(kwargs.get(name) is not None for name in _CACHES) or kwargs.get("use_cache"):
-            raise UnsupportedError(
-                f"a cache of keys and values grows at one end of the sequence, which {axes[0]!r} cuts; write "
-                f"use_cache=False, for generate() too"
-            )
-        main = find_main_input(module, args, kwargs)
-        if main is None or main.ndim <= _SEQUENCE_DIM or not isinstance(main, Tensor):
+        if is_part and _calls.open:
             return None
+        _calls.open.append((id(module), is_whole_behind(kwargs)))
+        _cut_caches((*args, *kwargs.values()))
+        if has_encoder:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            mains = _sequences_of_encoder(given)
+        else:
+            mains = [find_main_input(module, args, kwargs)]
+        brought = {id(x): x.redistribute_by_dict(cut) for x in mains if _has_places(x)}
         # What else goes by places (masks, positions, labels) stays whole: each device uses its part of it.
-        brought = main.redistribute_by_dict(cut)
-        args, kwargs = (map_tensors(lambda t: brought if t is main else t, part) for part in (args, kwargs))
-        if takes_use_cache:
-            kwargs["use_cache"] = False
-        return args, kwargs
+        return tuple(map_tensors(lambda t: brought.get(id(t), t), part) for part in (args, kwargs))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         # Also called when the forward raised, and then even if `enter` never ran because a hook before it raised.
@@ -114,9 +122,50 @@ def add_sequence_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave, always_call=True)
-    base = getattr(model, base_prefix(model) or "", None)
-    if isinstance(base, nn.Module):
-        base.register_forward_hook(lambda module, args, output: _gathered(output, axes))
+
+
+def _sequences_of_encoder(given: Mapping[str, Any]) -> list[Any]:
+    """What an encoder is called with, or what it gave."""
+    found = [given.get(name) for name in _TOKENS]
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(take, given.get("encoder_outputs"))
+    return found
+
+
+def _has_places(x: Any) -> bool:
+    """Whether there is something to cut. One place, as a step that decodes a token has, is for every device."""
+    return isinstance(x, Tensor) and x.ndim > _SEQUENCE_DIM and x.shape[_SEQUENCE_DIM] > 1
+
+
+def _cut_caches(values: Iterable[Any]) -> None:
+    for cache in caches_in(values):
+        from dtorch.parallel.cut_cache import cut_cache  # it needs transformers, which has made a cache
+
+        cut_cache(cache)
+
+
+def _cut_caches_of_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """For a cache that the model made in this call; and what a layer of fixed size must know of the mask."""
+    number: Any = module.layer_idx
+    for cache in caches_in((*args, *kwargs.values())):
+        from dtorch.parallel.cut_cache import cut_cache, cut_layer
+
+        if number >= len(cache.layers):
+            cut_cache(cache)
+            continue
+        layer = cache.layers[number]
+        cut_layer(layer)
+        if hasattr(layer, "num_columns"):
+            layer.num_columns = _num_columns(kwargs)
+
+
+def _num_columns(kwargs: Mapping[str, Any]) -> int | None:
+    masks = (value for name, value in kwargs.items() if "mask" in name and isinstance(value, torch.Tensor))
+    return next((mask.shape[-1] for mask in masks), None)
 
 
 class _Calls(threading.local):

@@ -163,9 +163,9 @@ class Watch:
         if isinstance(value, types.ModuleType):
             return ()
         is_own = type(value).__module__.partition(".")[0] in _OWN
-        if is_own and not isinstance(
-            value, torch.nn.Module
-        ):  # those of dtorch.nn have parameters as any other
+        # Modules of dtorch.nn have parameters, and layers of caches have keys, as any other.
+        has_parts = isinstance(value, torch.nn.Module) or getattr(value, "has_tensors", False)
+        if is_own and not has_parts:
             return [(name, value.__wrapped__)] if hasattr(value, "__wrapped__") else ()
         if isinstance(value, dict):
             return self._dict(name, value, _ITEM)

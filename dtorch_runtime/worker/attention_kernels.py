@@ -117,6 +117,49 @@ def attention_block(
     lse.copy_(total)
 
 
+@kernel("attention_part")
+def attention_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    key_start: int,
+    is_causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """What some of the keys give to all queries, to be merged by ``attention_merged``.
+
+    Args:
+        query, key, value, mask: as for ``attention_block``; the queries are all there are.
+
+    Returns:
+        [1, ..., heads, queries, features of value + 1], float32 or wider; the last feature is the log-sum-exp.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=dtype)
+    lse = query.new_full(query.shape[:-1], -math.inf, dtype=dtype)
+    attention_block(out, lse, query, key, value, mask, None, 0, key_start, 0, is_causal, scale, True)
+    return torch.cat([out, lse.unsqueeze(-1)], -1).unsqueeze(0)
+
+
+@kernel("attention_merged")
+def attention_merged(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The attention to all keys, from what runs of them gave (flash decoding: Dao, Haziza, Massa and Sizov, 2023).
+
+    Args:
+        parts: [runs of keys, ..., heads, queries, features of value + 1], of ``attention_part``.
+
+    Returns:
+        [..., heads, queries, features of value]; with four dims queries lie before heads, as ``attention`` has them.
+    """
+    lse = parts[..., -1:]
+    weights = (lse - _finite(lse.logsumexp(0))).exp_()
+    result = (parts[..., :-1] * weights).sum(0).to(dtype)
+    if result.ndim == 4:
+        return result.transpose(1, 2).contiguous().transpose(1, 2)
+    return result.contiguous()
+
+
 @kernel("attention_block_backward")
 def attention_block_backward(
     query_gradient: torch.Tensor,

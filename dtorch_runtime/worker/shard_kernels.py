@@ -21,6 +21,7 @@ from dtorch_runtime.worker import (  # noqa: F401  register their kernels
     random_kernels as _random_kernels,
     regions as _regions,
     route_kernels as _route_kernels,
+    row_kernels as _row_kernels,
     tiles as _tiles,
 )
 from dtorch_runtime.worker.kernels import find_kernel, kernel

@@ -390,20 +390,15 @@ def mistakes() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
             PlacementError,
             r"key = key.redistribute_by_dict\({'ring_cp': Shard\(2\)}\)",
         ),
-        "queries are whole": (
-            lambda: attention(whole, cut, cut),
+        "values are whole": (
+            lambda: attention(whole, cut, whole),
             PlacementError,
-            "query = query.redistribute",
+            "value = value.redistribute",
         ),
         "queries are cut elsewhere": (
             lambda: attention(by_batch, cut, cut),
             PlacementError,
             r"got query S\(0\), key",
-        ),
-        "causal, keys are whole": (
-            lambda: attention(cut, whole, whole, is_causal=True),
-            PlacementError,
-            "key = key",
         ),
         "too few heads": (lambda: attention(many, many, many), PlacementError, "4 cannot be cut into 6"),
         "no heads": (
@@ -449,9 +444,8 @@ def mistakes() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
     "name",
     [
         "keys are whole",
-        "queries are whole",
+        "values are whole",
         "queries are cut elsewhere",
-        "causal, keys are whole",
         "too few heads",
         "no heads",
         "a mask cut by keys",

@@ -9,17 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTModel,
-)
+from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTModel
 
 import dtorch
-from dtorch_runtime.errors import DTorchError, PlacementError, SettingError, UnsupportedError
+from dtorch_runtime.errors import DTorchError, PlacementError, SettingError
 from tests.support.tiny_llama import VOCABULARY, prompt, tiny_llama
 
 LENGTH = 9  # which two devices share unevenly
@@ -154,29 +147,12 @@ class Twice(nn.Module):
         return torch.stack((x, x), 1)
 
 
-@pytest.mark.usefixtures("cluster")
-def test_a_cache_is_refused_and_the_model_goes_on() -> None:
-    model = dtorch.parallelize(tiny_llama(), mesh_of("ring=2"))
-    ids = prompt(batch=1, length=LENGTH).to("dtorch")
-    with torch.no_grad():
-        for call in (lambda: model.generate(ids, max_new_tokens=2), lambda: model(ids, use_cache=True)):
-            with pytest.raises(UnsupportedError, match="use_cache=False"):
-                call()
-        assert model(ids).cache is None
-
-
 @pytest.mark.parametrize(
     ("make", "mesh", "error", "message"),
     [
         (tiny_llama, ([[*range(5)], [*range(5, 10)]], ("tp", "ulysses_cp")), PlacementError, "9 heads"),
         (lambda: tiny_llama(attn_implementation="eager"), MESHES["ring=2"], SettingError, "set_attn_impl"),
         (lambda: ViTModel(ViTConfig(num_hidden_layers=1)), MESHES["ring=2"], SettingError, "pixel_values"),
-        (
-            lambda: T5ForConditionalGeneration(T5Config(num_layers=1)),
-            MESHES["ulysses=2"],
-            UnsupportedError,
-            "has both",
-        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_and_the_model_stays_as_it_is(
