@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,16 +14,27 @@ from torch import nn
 from dtorch.checkpoint.files import INDEX, Index
 from dtorch.checkpoint.saving import DCP_INDEX
 from dtorch.checkpoint.tree import unpacked
+from dtorch.graph import Graph
 from dtorch.optimizers import fits_parameter
-from dtorch.parallel.upload import upload
+from dtorch.parallel.upload import finish_reading, upload, verify
 from dtorch.parallel.weights import DTYPES, Checkpoint, Sources, StoredTensor
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import SettingError
+from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Replicate
 from dtorch_runtime.worker.file_kernels import StoredPiece
 
-#: Puts one thing in its place; called when everything was found to fit.
-_Fill: TypeAlias = Callable[[], object]
+#: So many bytes are read before they are written to where they belong: what cannot be read changes nothing there.
+_AT_ONCE_BYTES: Final = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """Puts one thing in its place, once everything was found to fit."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    num_bytes: int = 0
 
 
 def load(path: str | os.PathLike[str], into: Any = None) -> Any:
@@ -40,19 +51,18 @@ def load(path: str | os.PathLike[str], into: Any = None) -> Any:
     Raises:
         SettingError: there is no checkpoint, one of its files is damaged (its name is given), or it does not fit: it
             lacks something, or has it with another shape or dtype. Both are found before anything changes: files
-            are read twice.
-        MeshError, ControllerLost, SessionClosed: as for every op.
+            are read twice. What goes to a mesh is compared and read by its devices where their nodes see the files.
+        MeshError, NodeLost, ControllerLost, ClusterTimeout, SessionClosed: as for every op.
+        RemoteOpError: an op failed before, and nobody has seen it: all that was issued is awaited.
     """
     stored = read_stored(Path(path))
     if into is None:
         return unpacked(stored.state, lambda name, _: stored.tensors[name].whole())
     loading = _Loading(stored)
     result = loading.fit(stored.state, into, ())
-    for tensor in loading.used.values():
-        tensor.verify()
+    verify(loading.used)
     with torch.no_grad():
-        for fill in loading.fills:
-            fill()
+        loading.fill()
     return result
 
 
@@ -61,9 +71,44 @@ class _Loading:
 
     def __init__(self, stored: StoredState) -> None:
         self._stored = stored
-        self.fills: list[_Fill] = []
-        #: What the fills will read.
-        self.used: dict[str, StoredTensor] = {}
+        self._fills: list[_Fill] = []
+        #: What the fills will read, by name and mesh; None where this process reads it.
+        self._used: dict[tuple[str, DeviceMesh | None], tuple[StoredTensor, DeviceMesh | None]] = {}
+
+    @property
+    def used(self) -> Collection[tuple[StoredTensor, DeviceMesh | None]]:
+        """What ``fill`` will read, with the mesh where it goes; None where this process reads it."""
+        return self._used.values()
+
+    def fill(self) -> None:
+        """Put everything in its place, a part of it after the other.
+
+        Raises:
+            SettingError: files have changed since they were compared.
+        """
+        read: list[tuple[_Fill, Any]] = []
+        num_bytes = 0
+        for fill in self._fills:
+            read.append((fill, fill.read()))
+            num_bytes += fill.num_bytes
+            if num_bytes >= _AT_ONCE_BYTES:
+                self._write(read)
+                num_bytes = 0
+        self._write(read)
+
+    def _write(self, read: list[tuple[_Fill, Any]]) -> None:
+        if any(mesh is not None for _, mesh in self.used):
+            finish_reading(Graph.default_graph())
+        for fill, value in read:
+            fill.write(value)
+        read.clear()
+
+    def _uses(self, name: str, where: torch.Tensor | None) -> StoredTensor:
+        """The stored tensor of a name, which is to be where a tensor is."""
+        stored = self._stored.tensors[name]
+        mesh = where.device_mesh if isinstance(where, Tensor) else None
+        self._used[name, mesh] = stored, mesh
+        return stored
 
     def fit(self, node: Any, into: Any, path: tuple[Any, ...]) -> Any:
         """
@@ -78,7 +123,7 @@ class _Loading:
             self._fit_optimizer(node, into, path)
         elif hasattr(into, "load_state_dict"):
             state = unpacked(node, lambda name, _: self._stored.tensors[name].whole())
-            self.fills.append(lambda: into.load_state_dict(state))
+            self._fills.append(_Fill(lambda: state, into.load_state_dict))
         elif isinstance(into, Mapping):
             known = self._dict(node, into, path)
             missing = [key for key in into if _key(key, known) not in known]
@@ -104,7 +149,7 @@ class _Loading:
     def _fit_tensor(self, node: Any, into: torch.Tensor, path: tuple[Any, ...]) -> None:
         if not isinstance(node, dict) or "tensor" not in node:
             raise _misfit(path, "has no tensor there")
-        stored = self.used[node["tensor"]] = self._stored.tensors[node["tensor"]]
+        stored = self._uses(node["tensor"], into)
         if stored.shape != tuple(into.shape):
             raise _misfit(
                 path, f"has shape {list(stored.shape)}, and a tensor of {list(into.shape)} was given"
@@ -116,9 +161,10 @@ class _Loading:
                 f"model.to({stored.dtype})",
             )
         if isinstance(into, Tensor):
-            self.fills.append(lambda: into.copy_(_placed(stored, into)))
+            num_bytes = into.numel() * into.itemsize
+            self._fills.append(_Fill(lambda: _placed(stored, into), into.copy_, num_bytes))
         else:
-            self.fills.append(lambda: into.copy_(stored.whole()))
+            self._fills.append(_Fill(stored.whole, into.copy_))
 
     def _fit_module(self, node: Any, into: nn.Module, path: tuple[Any, ...]) -> None:
         known, wanted = self._dict(node, into, path), into.state_dict()
@@ -135,7 +181,7 @@ class _Loading:
             if _is_tensor(value):
                 self._fit_tensor(known[key], value, (*path, key))
         if extra:
-            self.fills.append(lambda: into.load_state_dict(extra, strict=False))
+            self._fills.append(_Fill(lambda: extra, lambda state: into.load_state_dict(state, strict=False)))
 
     def _fit_optimizer(self, node: Any, into: torch.optim.Optimizer, path: tuple[Any, ...]) -> None:
         known = self._dict(node, into, path)
@@ -158,23 +204,31 @@ class _Loading:
 
         def tensor(name: str, inner: tuple[Any, ...]) -> torch.Tensor:
             stored = self._stored.tensors[name]
-            parameter = by_number.get(inner[1]) if inner[0] == "state" else None
-            if isinstance(parameter, Tensor) and inner[2:] != ("step",) and stored.shape == parameter.shape:
-                return _placed(stored, parameter, partial=False)
-            return stored.whole()
+            like = _beside(stored, inner, by_number)
+            return stored.whole() if like is None else _placed(stored, like, partial=False)
 
-        self.fills.append(lambda: into.load_state_dict(unpacked(whole, tensor)))
+        self._fills.append(_Fill(lambda: unpacked(whole, tensor), into.load_state_dict))
 
     def _check_state(
         self, name: str, inner: tuple[Any, ...], by_number: Mapping[Any, torch.Tensor], path: tuple[Any, ...]
     ) -> None:
-        stored = self.used[name] = self._stored.tensors[name]
+        stored = self._uses(name, _beside(self._stored.tensors[name], inner, by_number))
         parameter = by_number.get(inner[1]) if inner[0] == "state" else None
         if parameter is not None and not fits_parameter(inner[-1], stored.shape, parameter.shape):
             raise _misfit(
                 (*path, *inner),
                 f"has shape {list(stored.shape)}, and its parameter has {list(parameter.shape)}",
             )
+
+
+def _beside(
+    stored: StoredTensor, inner: tuple[Any, ...], by_number: Mapping[Any, torch.Tensor]
+) -> Tensor | None:
+    """The parameter that a tensor of an optimizer's state is placed like; None for one of this process."""
+    parameter = by_number.get(inner[1]) if inner[0] == "state" else None
+    if isinstance(parameter, Tensor) and inner[2:] != ("step",) and stored.shape == parameter.shape:
+        return parameter
+    return None
 
 
 def _key(key: Any, known: Mapping[Any, Any]) -> Any:
@@ -253,5 +307,5 @@ def _placed(stored: StoredTensor, like: Tensor, *, partial: bool = True) -> Tens
         partial: whether partial axes stay so; optimizers are not linear in their state.
     """
     whole = tuple(Replicate() if isinstance(p, Partial) else p for p in like.placements)
-    made = upload(stored, like.device_mesh, whole, read_by="client")
+    made = upload(stored, like.device_mesh, whole)
     return made if whole == like.placements or not partial else made.redistribute(placements=like.placements)

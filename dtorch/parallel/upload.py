@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -18,9 +18,9 @@ from dtorch.parallel.weights import Sources, StoredTensor
 from dtorch.spec import Spec, intern_spec
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import RemoteOpError, SettingError
-from dtorch_runtime.ir.layout import Layout, resolve_placements
+from dtorch_runtime.ir.layout import Layout, box_shape, num_elements, resolve_placements
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Placement, Replicate
+from dtorch_runtime.ir.placement import Placement, Replicate, split
 from dtorch_runtime.wire.records import Arg, DeviceArg, DTypeArg, ListArg, LocalShape, LocalStart
 from dtorch_runtime.worker.blobs import name_of
 from dtorch_runtime.worker.file_kernels import NO_TENSORS, StoredPiece
@@ -30,6 +30,9 @@ from dtorch_runtime.worker.stored import CHECKED_BYTES, FileFacts, StoredFile
 ReadBy: TypeAlias = Literal["auto", "workers", "client"]
 READ_BY: Final = ("auto", "workers", "client")
 _READ: Final = "dtorch::read"
+_CHECK: Final = "dtorch::check_files"
+#: Parts of ``CHECKED_BYTES`` that one op compares at most.
+_PARTS_AT_ONCE: Final = 256
 
 
 def upload(
@@ -44,11 +47,7 @@ def upload(
         SettingError: ``read_by="workers"``, and a node does not see a file.
     """
     graph = Graph.default_graph()
-    if graph.watching is not None:
-        graph.watching.refuse(
-            f"reads {stored.name} from {stored.file}: a replay would read it again. Load it before, and pass it as "
-            f"an argument"
-        )
+    _refuse_replays(graph, stored)
     layout = Layout(mesh, resolve_placements(placements, mesh, len(stored.shape)))
     spec = intern_spec(stored.shape, stored.dtype, layout)
     location = capture(sys._getframe(1))
@@ -73,6 +72,37 @@ def upload(
     return made
 
 
+def verify(wanted: Iterable[tuple[StoredTensor, DeviceMesh | None]]) -> None:
+    """Compare stored tensors with the checksums of their files, where there are some.
+
+    Each part of a file is read once for each mesh that wants something of it, by a device of the mesh if all its nodes
+    see the file, else by this process; as are tensors for no mesh.
+
+    Raises:
+        SettingError: a file is not what it was, or cannot be read.
+        RemoteOpError: an op failed before, and nobody has seen it.
+    """
+    here: list[StoredTensor] = []
+    of_mesh: dict[DeviceMesh, dict[StoredFile, set[int]]] = {}
+    for stored, mesh in wanted:
+        if mesh is None or not _is_checked_by_workers(stored, mesh):
+            here.append(stored)
+            continue
+        for piece in stored.pieces:
+            of_mesh.setdefault(mesh, {}).setdefault(piece.file, set()).update(_parts(piece, stored.dtype))
+    checks = [
+        _check(mesh.device_type, device, parts)
+        for mesh, files in of_mesh.items()
+        for device, parts in _shares([(f, n) for f, numbers in files.items() for n in sorted(numbers)], mesh)
+    ]
+    try:
+        for stored in here:
+            stored.verify()
+    finally:
+        if checks:
+            finish_reading(Graph.default_graph())
+
+
 def finish_reading(graph: Graph) -> None:
     """Wait until everything that the graph has issued has run.
 
@@ -86,7 +116,7 @@ def finish_reading(graph: Graph) -> None:
             graph.sync()
             break
         except RemoteOpError as error:
-            if error.failure.op != _READ:
+            if error.failure.op not in (_READ, _CHECK):
                 raise
             first = first or error
     if first is not None:
@@ -94,6 +124,14 @@ def finish_reading(graph: Graph) -> None:
         raise SettingError(
             f"device {failure.device} (node {failure.node}) could not read: {failure.message}"
         ) from first
+
+
+def _refuse_replays(graph: Graph, stored: StoredTensor) -> None:
+    if graph.watching is not None:
+        graph.watching.refuse(
+            f"reads {stored.name} from {stored.file}: a replay would read it again. Load it before, and pass it as "
+            f"an argument"
+        )
 
 
 # ---- the op with which devices read ----
@@ -132,13 +170,63 @@ def _arguments(stored: StoredTensor, spec: Spec) -> tuple[Arg, ...]:
 
 def _checks(piece: StoredPiece, spec: Spec) -> list[int] | None:
     """The checksums of the parts in which a piece lies: number of the part, CRC-32, and so on."""
-    if piece.file.crcs is None:
+    crcs = piece.file.crcs
+    if crcs is None:
         return None
-    stop = piece.start + spec.dtype.itemsize
-    for low, high in piece.box:
-        stop = piece.start + (stop - piece.start) * (high - low)
-    parts = range(piece.start // CHECKED_BYTES, -(-stop // CHECKED_BYTES))
-    return [number for part in parts for number in (part, piece.file.crcs[part])]
+    return [number for part in _parts(piece, spec.dtype) for number in (part, crcs[part])]
+
+
+def _parts(piece: StoredPiece, dtype: torch.dtype) -> range:
+    """The parts of a file, each with a checksum, in which a piece lies."""
+    stop = piece.start + dtype.itemsize * num_elements(box_shape(piece.box))
+    return range(piece.start // CHECKED_BYTES, -(-stop // CHECKED_BYTES))
+
+
+# ---- the op with which they compare ----
+
+
+def _is_checked_by_workers(stored: StoredTensor, mesh: DeviceMesh) -> bool:
+    if not stored.is_for_workers or any(piece.file.crcs is None for piece in stored.pieces):
+        return False  # of a file without checksums, what can be compared is in its header
+    graph = Graph.default_graph()
+    _refuse_replays(graph, stored)
+    paths = {piece.file.path for piece in stored.pieces}
+    return not _unseen(graph, stored.sources, mesh, paths, capture(sys._getframe(1)))
+
+
+def _shares(
+    parts: Sequence[tuple[StoredFile, int]], mesh: DeviceMesh
+) -> Iterator[tuple[int, Sequence[tuple[StoredFile, int]]]]:
+    """Which device compares which parts: all have as much to do, and no op takes long."""
+    devices = sorted(set(mesh.devices))
+    for device, (start, stop) in zip(devices, split(len(parts), len(devices)), strict=True):
+        for first in range(start, stop, _PARTS_AT_ONCE):
+            yield device, parts[first : min(first + _PARTS_AT_ONCE, stop)]
+
+
+def _check(device_type: str, device: int, parts: Sequence[tuple[StoredFile, int]]) -> Tensor:
+    by_file: dict[StoredFile, list[int]] = {}
+    for file, number in parts:
+        assert file.crcs is not None, "others are compared by this process"
+        by_file.setdefault(file, []).extend((number, file.crcs[number]))
+    files: list[Arg] = [
+        ListArg([file.path, file.facts.num_bytes, file.facts.header_crc32, ListArg(list(checks))])
+        for file, checks in by_file.items()
+    ]
+    spec = intern_spec((), torch.int64, _alone(device_type, device))
+    return _issued(_CHECK, (ListArg(files), DeviceArg()), spec, "check files", capture(sys._getframe(1)))
+
+
+def _alone(device_type: str, device: int) -> Layout:
+    return Layout(DeviceMesh(device_type, [device]), (Replicate(),))
+
+
+def _issued(op: str, args: tuple[Arg, ...], spec: Spec, what: str, location: int) -> Tensor:
+    """The result of an op that is made for once."""
+    graph = Graph.default_graph()
+    plan = OpPlan(op=op, args=args, layouts=(spec.layout,), outputs=(NewOutput(spec),))
+    made: Tensor = issue(Tensor, make_entry(graph.session, plan, what, 0), graph, (), location)
+    return made
 
 
 # ---- who sees which files ----
@@ -154,7 +242,7 @@ def _unseen(
     for name, node in nodes.items():
         if (id(session), name) not in sources.unseen:
             device = min(set(node.devices) & set(mesh.devices))
-            asked[name] = _look(graph, sources.files, mesh.device_type, device, location)
+            asked[name] = _look(sources.files, mesh.device_type, device, location)
     for name, future in asked.items():
         found = {
             path: why
@@ -173,18 +261,10 @@ def _unseen(
     return unseen
 
 
-def _look(graph: Graph, files: Mapping[str, StoredFile], device_type: str, device: int, location: int) -> Any:
-    alone = Layout(DeviceMesh(device_type, [device]), (Replicate(),))
-    spec = intern_spec((len(files), 2), torch.int64, alone)
-    plan = OpPlan(
-        op="dtorch::look_for_files",
-        args=(ListArg(list(files)), DeviceArg()),
-        layouts=(alone,),
-        outputs=(NewOutput(spec),),
-    )
-    entry = make_entry(graph.session, plan, "look for files", 0)
-    made: Tensor = issue(Tensor, entry, graph, (), location)
-    return made.to_torch_async()
+def _look(files: Mapping[str, StoredFile], device_type: str, device: int, location: int) -> Any:
+    spec = intern_spec((len(files), 2), torch.int64, _alone(device_type, device))
+    args = (ListArg(list(files)), DeviceArg())
+    return _issued("dtorch::look_for_files", args, spec, "look for files", location).to_torch_async()
 
 
 def _difference(file: StoredFile, num_bytes: int, header_crc32: int) -> str:

@@ -13,7 +13,7 @@ from dtorch_runtime.ir.layout import Box, box_shape, intersect, relative
 from dtorch_runtime.worker.blobs import memory_of
 from dtorch_runtime.worker.failures import InternalFailure
 from dtorch_runtime.worker.kernels import kernel
-from dtorch_runtime.worker.stored import FileFacts, OpenFile, StoredFile, facts_of
+from dtorch_runtime.worker.stored import CHECKED_BYTES, FileFacts, OpenFile, StoredFile, facts_of
 
 #: Rows of which only some columns are wanted are read in blocks of about this size.
 _BLOCK_BYTES: Final = 4 * 1024 * 1024
@@ -115,6 +115,31 @@ def _file(path: str, num_bytes: int, header_crc32: int | None, crcs: list[int] |
         raise InternalFailure(f"nothing is known of {path} that it could be compared with")
     parts = None if crcs is None else dict(zip(crcs[::2], crcs[1::2], strict=True))
     return StoredFile(path, FileFacts(num_bytes, header_crc32), parts)
+
+
+@kernel("check_files")
+def check_files(files: list[list[Any]], device: torch.device) -> torch.Tensor:
+    """Compare parts of files with their checksums.
+
+    Args:
+        files: as for ``read``; the parts are those with checksums.
+
+    Returns:
+        int64 []: how many bytes were compared.
+
+    Raises:
+        StoredError: a file is not there, cannot be read, or is not what it was.
+    """
+    num_bytes = 0
+    for record in files:
+        stored = _file(*record)
+        with OpenFile(stored) as file:
+            for number in stored.crcs or ():
+                start = number * CHECKED_BYTES
+                stop = min(start + CHECKED_BYTES, stored.facts.num_bytes)
+                file.check(start, stop)
+                num_bytes += stop - start
+    return torch.tensor(num_bytes).to(device)
 
 
 @kernel("look_for_files")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,96 @@ def test_a_checkpoint_is_read_by_workers_and_checked(
     file.write_bytes(data)
     with pytest.raises(SettingError, match=rf"could not read: .*{file.name} is damaged"):
         dtorch.load(tmp_path, device_mesh=tp)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, tp: dtorch.DeviceMesh) -> dict[str, Any]:
+    """What a checkpoint holds: a model, an optimizer with state, and a tensor of five parts with checksums."""
+    model = dtorch.parallelize(Tied(), tp, {"embed": [S0]})
+    optimizer = torch.optim.Adam(model.parameters())
+    model.embed.weight.sum().backward()
+    optimizer.step()
+    big = dtorch.from_torch(torch.arange(1.2e6).view(1200, 1000), device_mesh=tp)
+    state = {"model": model, "optimizer": optimizer, "big": big, "step": 3}
+    checkpoint.save(tmp_path, state)
+    return state
+
+
+def empty_like(saved: dict[str, Any], mesh: dtorch.DeviceMesh) -> dict[str, Any]:
+    """The same with other values, cut in other ways."""
+    model = dtorch.parallelize(Tied(), mesh, {"embed": [S1]})
+    big = dtorch.zeros(1200, 1000, device_mesh=mesh, placements=[S1])
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "big": big, "step": 0}
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["step"] == theirs["step"]
+    assert torch.equal(ours["big"].to_torch(), theirs["big"].to_torch())
+    for name, tensor in ours["model"].state_dict().items():
+        assert torch.equal(tensor.to_torch(), theirs["model"].state_dict()[name].to_torch()), name
+    [moment, other] = [
+        state["optimizer"].state[state["model"].embed.weight]["exp_avg"] for state in (ours, theirs)
+    ]
+    assert moment.placements == ours["model"].embed.weight.placements
+    assert torch.equal(moment.to_torch(), other.to_torch())
+
+
+def test_what_is_resumed_is_compared_and_read_by_workers(
+    tmp_path: Path,
+    tp: dtorch.DeviceMesh,
+    saved: dict[str, Any],
+    sent: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rng: random.Random,
+) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(StoredTensor, "verify", lambda self: compared.append(self.name))
+    into = empty_like(saved, tp)
+    compare(checkpoint.load(tmp_path, into), saved)
+    assert not sent
+    assert set(compared) == {"optimizer/state/0/step"}, "a number of this process"
+    file = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    good, part = file.read_bytes(), 1 << 20
+    assert len(good) > 4 * part
+    for start in range(0, len(good), part):
+        bad = bytearray(good)
+        bad[rng.randrange(start, min(start + part, len(good)))] ^= 1
+        file.write_bytes(bad)
+        fresh = empty_like(saved, tp)
+        with pytest.raises(SettingError, match=rf"could not read: .*{file.name} is damaged: bytes {start} "):
+            checkpoint.load(tmp_path, fresh)
+        assert not fresh["optimizer"].state
+        assert not fresh["big"].any().item()
+
+
+def test_what_is_resumed_is_sent_to_nodes_that_do_not_see_it(
+    tmp_path: Path,
+    tp: dtorch.DeviceMesh,
+    saved: dict[str, Any],
+    sent: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    into = empty_like(saved, tp)
+    compare(checkpoint.load("/proc/self/cwd", into), saved)  # in an agent, this is a folder of its own
+    assert "big" in sent
+    file = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(SettingError, match=rf"^/proc/self/cwd/{file.name} is damaged"):
+        checkpoint.load("/proc/self/cwd", into)
+
+
+def test_files_that_change_once_they_were_compared_leave_values_that_can_be_used(
+    tmp_path: Path, tp: dtorch.DeviceMesh, saved: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtorch.checkpoint.loading.verify", lambda _: None)
+    file = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    into = empty_like(saved, tp)
+    with pytest.raises(SettingError, match=rf"could not read: .*{file.name} is damaged"):
+        checkpoint.load(tmp_path, into)
+    assert not into["big"].any().item()
+    assert into["model"].embed.weight.isfinite().all().item()
 
 
 def test_mistakes_are_named(folder: Path, mesh: dtorch.DeviceMesh) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ from safetensors.torch import save_file
 from dtorch.parallel.weights import Checkpoint
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.worker.failures import InternalFailure
-from dtorch_runtime.worker.file_kernels import NO_TENSORS, look_for_files, read, read_box
-from dtorch_runtime.worker.stored import FileFacts, OpenFile, StoredError, StoredFile, facts_of
+from dtorch_runtime.worker.file_kernels import NO_TENSORS, check_files, look_for_files, read, read_box
+from dtorch_runtime.worker.stored import (
+    CHECKED_BYTES,
+    FileFacts,
+    OpenFile,
+    StoredError,
+    StoredFile,
+    facts_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -96,6 +104,29 @@ def test_a_file_that_is_another_one_is_not_read(tmp_path: Path) -> None:
         OpenFile(StoredFile(str(tmp_path / "nowhere"), facts))
     with pytest.raises(InternalFailure, match="nothing is known"):
         read([0], [1], [[str(path), facts.num_bytes, None, None]], [], dtype=torch.float32, device=CPU)
+
+
+def test_parts_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    data = bytearray(random.Random(1).randbytes(2 * CHECKED_BYTES + 5))
+    save_file({"x": torch.frombuffer(data, dtype=torch.uint8)}, path)
+    written = bytearray(path.read_bytes())
+    starts = range(0, len(written), CHECKED_BYTES)
+    crcs = [[n, zlib.crc32(written[start : start + CHECKED_BYTES])] for n, start in enumerate(starts)]
+
+    def check(*numbers: int) -> int:
+        parts = [value for number in numbers for value in crcs[number]]
+        return int(check_files([[str(path), len(written), None, parts]], CPU))
+
+    assert check(0, 1, 2) == len(written)
+    assert check(2) == len(written) - 2 * CHECKED_BYTES
+    written[CHECKED_BYTES + 9] ^= 1
+    path.write_bytes(written)
+    assert check(0, 2) == len(written) - CHECKED_BYTES
+    with pytest.raises(StoredError, match=f"{path} is damaged: bytes {CHECKED_BYTES} to {2 * CHECKED_BYTES}"):
+        check(0, 1)
+    with pytest.raises(InternalFailure, match="nothing is known"):
+        check_files([[str(path), len(written), None, None]], CPU)
 
 
 def test_what_a_node_finds(tmp_path: Path) -> None:
