@@ -294,10 +294,16 @@ def _open_local(num_nodes: int, devices_per_node: int | None, settings: Settings
         importlib.import_module("torch.distributed.tensor")
         local.wait_ready()
         shaped = devices_per_node is not None or num_nodes > 1
-        return _open(local.address, local.session_key, None, settings, local, shaped=shaped)
+        opened = _open(local.address, local.session_key, None, settings, local, shaped=shaped)
     except BaseException:
         local.stop()
         raise
+    try:
+        opened.session.wait_for_nodes(local.num_nodes)
+    except BaseException:
+        opened.close(raise_errors=False)
+        raise
+    return opened
 
 
 def _open(

@@ -136,21 +136,27 @@ class Session:
             ClusterTimeout: no node has joined within ``start_timeout_s``.
         """
         if self._default_mesh is None:
-            nodes = self._wait_for_nodes()
+            nodes = self.wait_for_nodes()
             device_type = nodes[0].device_type
             devices = sorted(d for node in nodes if node.device_type == device_type for d in node.devices)
             chosen = devices if self._shaped else devices[:1]
             self._default_mesh = DeviceMesh(device_type, chosen, mesh_dim_names=(DEFAULT_AXIS,))
         return self._default_mesh
 
-    def _wait_for_nodes(self) -> list[Any]:
-        limit_s = self.settings.start_timeout_s
+    def wait_for_nodes(self, num_nodes: int = 1) -> list[NodeRecord]:
+        """The nodes that are there, once they are so many. A node that a busy machine held up comes back.
+
+        Raises:
+            ClusterTimeout: not within ``start_timeout_s``.
+        """
+        limit_s, nodes = self.settings.start_timeout_s, self._state.nodes
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state.nodes or self._end is not None, limit_s):
-                what = f"a node to join the cluster at {self.address}"
-                raise ClusterTimeout(what, limit_s, "Start one: dtorch-launch agent")
+            if not self._changed.wait_for(lambda: len(nodes) >= num_nodes or self._end is not None, limit_s):
+                what = f"{num_nodes} node(s) to join the cluster at {self.address}"
+                hint = f"There are: {', '.join(nodes)}" if nodes else "Start one: dtorch-launch agent"
+                raise ClusterTimeout(what, limit_s, hint)
             self.check_open()
-            return list(self._state.nodes.values())
+            return list(nodes.values())
 
     def devices(self) -> list[int]:
         """The ids of all devices of the cluster that are there."""

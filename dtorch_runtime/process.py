@@ -175,7 +175,10 @@ class Process:
             if not leave.is_controller_lost and not leave.is_refused:
                 _raise_if_broken(leave, self._stop_reason)
                 return
-            _logger.warning("left the cluster: %s; waiting for the controller to come back", leave.reason)
+            _logger.warning(
+                "left the cluster: %s; waiting for the controller to let it in again", leave.reason
+            )
+            await agent.wait_released()
             await self._pause()
 
     async def _connect(self) -> ClientLink | None:

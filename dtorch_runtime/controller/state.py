@@ -140,6 +140,7 @@ class ControllerState:
         elif isinstance(event, BeatsStopped):
             peer = next((p for p, who in self._peers.items() if beat_name(who) == event.beat_name), None)
             if peer is not None:
+                self._send(peer, Refused(reason=event.reason))  # if it was only held up, it joins again
                 self._lose(peer, event.reason)
         elif isinstance(event, StopAsked):
             self._stop(event.reason)

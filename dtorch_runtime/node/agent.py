@@ -96,6 +96,7 @@ class NodeAgent:
         self._waiting_calls: deque[ExecutorCall] = deque()
         #: From then on, an executor that was still being made is closed and not used.
         self._is_closed = False
+        self._maker = threading.Thread(target=self._make_executor, name="dtorch-make-executor", daemon=True)
         #: Set once the node was let in, or never will be.
         self._joined = asyncio.Event()
         #: Appended to by the executor's threads, emptied by the loop.
@@ -118,7 +119,7 @@ class NodeAgent:
         Raises:
             ClusterTimeout: a worker does not stop.
         """
-        threading.Thread(target=self._make_executor, name="dtorch-make-executor", daemon=True).start()
+        self._maker.start()
         self._link.start(self._on_message)
         if self._relay_links is not None:
             self._relay_links.start(self._handle)
@@ -134,6 +135,10 @@ class NodeAgent:
         """Wait until the controller has let this node in; False when that has ended otherwise."""
         await self._joined.wait()
         return self.state.is_joined
+
+    async def wait_released(self) -> None:
+        """Wait, once ``run`` has returned, until an executor that was still being made holds no address any more."""
+        await asyncio.to_thread(self._maker.join, self._settings.start_timeout_s)
 
     def stop(self, reason: str) -> None:
         """Leave the cluster; ``run`` returns then."""

@@ -213,7 +213,7 @@ class TestDeaths:
         os.kill(cluster.pids["node0"], signal.SIGKILL)
         log = folder / "node1.log"
         wait_until(
-            lambda: "waiting for the controller to come back" in log.read_text(), "the agent to notice"
+            lambda: "waiting for the controller to let it in again" in log.read_text(), "the agent to notice"
         )
         assert [status.name for status in cluster.poll()] == ["node0"]
         cluster.stop()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import dtorch
-from dtorch.cluster import ENV_ADDRESS, ENV_SESSION_KEY
-from dtorch_runtime.local import LocalCluster
+from dtorch.cluster import ENV_ADDRESS, ENV_SESSION_KEY, current_session
+from dtorch_runtime.local import LocalCluster, start_local_cluster
 from dtorch_runtime.settings import Settings
+from dtorch_runtime.wire.messages import NodeDown
+from tests.support.wire_client import WireClient
 
 
 async def test_async_with(shared_processes: LocalCluster) -> None:
@@ -90,3 +94,23 @@ def test_nobody_there(unused_endpoint: Callable[[str], str]) -> None:
     )
     with pytest.raises(dtorch.ClusterTimeout, match=r"waited 0\.1 s for a connection"), connection:
         pass
+
+
+def test_nodes_that_are_late_are_waited_for() -> None:
+    """As one that a busy machine has kept from beating: it was there, and comes back."""
+    short = Settings(start_timeout_s=0.2)
+    local = start_local_cluster(2, 1, Settings(heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0))
+    try:
+        local.wait_ready()
+        os.kill(local.pids["node1"], signal.SIGSTOP)
+        with WireClient(local.address, local.session_key) as client:
+            client.wait_for(NodeDown)
+        with dtorch.connect(local.address, session_key=local.session_key, settings=short):
+            with pytest.raises(dtorch.ClusterTimeout, match=r"2 node\(s\) to join .* There are: node0"):
+                current_session().wait_for_nodes(2)
+            os.kill(local.pids["node1"], signal.SIGCONT)
+        with dtorch.connect(local.address, session_key=local.session_key):
+            nodes = current_session().wait_for_nodes(2)
+            assert [(node.name, node.devices) for node in nodes] == [("node0", [0]), ("node1", [1])]
+    finally:
+        local.stop()

@@ -177,7 +177,7 @@ class BodyWriter:
             len(self.inputs),
             self.num_outputs,
             self.num_scalars,
-            list(MESHES),
+            sorted({1, 2, *(mesh_id for made in self.templates.values() for mesh_id in made.mesh_ids)}),
             [],
             BodyRecord(self.words, self.num_inner + self.num_moves),
         )

@@ -337,6 +337,7 @@ class TestLosses:
                 actions = rig.lose(second)
             case "beats":
                 actions = rig.silence("node:node1")
+                assert rig.only(second, Refused).reason == "silent"  # it may come back
             case _:
                 actions = rig.receive(second, NodeBye(reason="maintenance"))
         assert rig.only(client, NodeDown).devices == rig.only(first, NodeDown).devices == [2, 3]
@@ -391,6 +392,7 @@ class TestLosses:
                 rig.lose(client)
             case "beats":
                 rig.silence(f"session:{session}")
+                assert rig.only(client, Refused).reason == "silent"
             case _:
                 rig.receive(client, ClientBye())
         for node in nodes:
