@@ -25,7 +25,7 @@ from dtorch.propagate import propagate
 from dtorch.ring_attention import Ring, ring_attention
 from dtorch.spec import Spec, intern_spec
 from dtorch.whole_attention import whole_attention
-from dtorch_runtime.errors import PlacementError, UnsupportedError
+from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
@@ -121,7 +121,6 @@ def _over_sequence(
 
     Raises:
         PlacementError: the three are cut differently, the heads cannot be cut, or the mask cannot be brought.
-        UnsupportedError: ``ring_attention`` does not do this.
     """
     call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if any(getattr(x, "_spec", None) is None for x in call.inputs) or min(x.ndim for x in call.inputs) < 2:
@@ -355,16 +354,10 @@ def _round(call: _Call, axis: int) -> Any:
     """Attention over a ring, on whatever the other axes do.
 
     Raises:
-        UnsupportedError: a mask that wants a gradient.
         RuntimeError: a dropout that is no probability.
         PlacementError: the cuts on other axes do not fit.
     """
     if call.mask is not None:
-        if call.mask.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"scaled_dot_product_attention over the mesh axis {RING_AXIS!r} gives attn_mask no gradient; write "
-                f"attn_mask.detach(), or name the axis {ULYSSES_AXES[0]!r}"
-            )
         call.mask = _mask_placed(call, axis, Replicate())
     if not 0 <= call.dropout_p <= 1:  # as torch says it
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {call.dropout_p}")

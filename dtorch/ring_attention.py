@@ -29,7 +29,7 @@ from dtorch.propagate import propagate
 from dtorch.spec import Spec, intern_spec
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Replicate, Shard, split
+from dtorch_runtime.ir.placement import Partial, Replicate, Shard, split
 from dtorch_runtime.wire.records import Arg, DeviceArg, ListArg, LocalStart, ScalarSlot, Slot
 
 aten = torch.ops.aten
@@ -60,7 +60,8 @@ def ring_attention(query: Any, key: Any, value: Any, mask: Any, ring: Ring) -> A
         mask: None, or broadcast to [..., heads, queries, keys]: cut as the queries are, with all its columns.
     """
     seed = _Issuer(query, key, ring).seed() if ring.dropout_p else None
-    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    tensors = (x for x in (query, key, value, mask) if x is not None)
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if needs_gradient:
         return _apply(query, key, value, mask, seed, ring)
     return _forward(query, key, value, mask, seed, ring)[0]
@@ -82,7 +83,9 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, mask, out, lse, seed = ctx.saved_tensors
         like: Layout = out._spec.layout
         gradient = gradient.redistribute(device_mesh=like.mesh, placements=like.placements)
-        return *_backward(gradient, query, key, value, mask, out, lse, seed, ctx.ring), None, None, None
+        wants_mask = bool(ctx.needs_input_grad[3])
+        found = _backward(gradient, query, key, value, mask, out, lse, seed, ctx.ring, wants_mask)
+        return *found, None, None
 
 
 _apply: Any = _RingAttention.apply  # torch declares it without types
@@ -138,10 +141,35 @@ def _forward_part(
             issuer.bring_home(total, home, run)
 
 
+def _as_terms(found: Any, query: Any, mask: Any) -> Any:
+    """What each device found, as terms of a sum where devices have other queries and the same mask."""
+    layout: Layout = mask._spec.layout
+    placements = tuple(
+        Partial("sum") if isinstance(cut, Shard) and own == Replicate() else own
+        for cut, own in zip(query._spec.layout.placements, layout.placements, strict=True)
+    )
+    spec: Spec = found._spec
+    terms = intern_spec(spec.shape, spec.dtype, Layout(layout.mesh, placements), spec.stride)
+    return make_symbol(found._symbol_class, terms, found._handle).to(mask.dtype)
+
+
 def _backward(
-    gradient: Any, query: Any, key: Any, value: Any, mask: Any, out: Any, lse: Any, seed: Any, ring: Ring
+    gradient: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    out: Any,
+    lse: Any,
+    seed: Any,
+    ring: Ring,
+    wants_mask: bool,
 ) -> list[Any]:
+    """The derivatives of query, key, value, and of the mask: None unless it is wanted."""
     issuer = _Issuer(query, key, ring)
+    of_mask = None
+    if wants_mask:
+        of_mask = issuer.full(tuple(mask.shape), _wide(mask.dtype), mask._spec.layout, 0.0)
     inputs = (query, key, value)
     made = [issuer.full(tuple(x.shape), _wide(x.dtype), x._spec.layout, 0.0) for x in inputs]
     runs = _runs(query._spec, key._spec, mask is not None, ring)
@@ -149,10 +177,11 @@ def _backward(
         homes = [part.of_queries(made[0]), part.of_keys(made[1]), part.of_keys(made[2])]
         kept = [part.of_queries(x) for x in (out, lse, gradient, query)]
         keys = [part.of_keys(x) for x in (key, value)]
-        shared = [part.of_mask(mask, query.ndim), seed]
-        _backward_part(issuer, part, runs, homes, kept, keys, shared)
+        shared = [part.of_mask(x, query.ndim) for x in (of_mask, mask)]
+        _backward_part(issuer, part, runs, homes, kept, keys, [*shared, seed])
         issuer.free_dropped()
-    return [x.to(like.dtype) for x, like in zip(made, inputs, strict=True)]
+    found = [x.to(like.dtype) for x, like in zip(made, inputs, strict=True)]
+    return [*found, None if of_mask is None else _as_terms(of_mask, query, mask)]
 
 
 def _backward_part(
@@ -168,8 +197,10 @@ def _backward_part(
 
     Args:
         kept: the output and its log-sum-exp, the derivative of the output, and the query.
-        shared: as for ``_forward_part``.
+        shared: what the derivative of the mask is added to, or None; and as for ``_forward_part``.
     """
+    of_mask, *shared = shared
+    num_written = 3 if of_mask is None else 4
     totals = [[issuer.sums(home, run, 0.0) for home in homes] for run in runs]
     held = [[issuer.spread(x, run) for x in kept] for run in runs]
     moving = [[issuer.spread(x, run) for x in keys] for run in runs]
@@ -177,8 +208,8 @@ def _backward_part(
         following = [issuer.turned(pair, run, step + 1) for pair, run in zip(moving, runs, strict=True)]
         for i, j in _visible(runs):
             sums = (totals[i][0], *totals[j][1:])
-            operands = [*sums, *held[i], *moving[j], *shared]
-            issuer.block("attention_block_backward", 3, operands, part, runs[i], runs[j])
+            operands = [of_mask, *sums, *held[i], *moving[j], *shared]
+            issuer.block("attention_block_backward", num_written, operands, part, runs[i], runs[j])
         del sums, operands
         moving = following
         if step + 1 < issuer.num_steps:  # the sums of keys follow their block, and go home at last

@@ -162,6 +162,7 @@ def attention_merged(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @kernel("attention_block_backward")
 def attention_block_backward(
+    mask_gradient: torch.Tensor | None,
     query_gradient: torch.Tensor,
     key_gradient: torch.Tensor,
     value_gradient: torch.Tensor,
@@ -183,9 +184,10 @@ def attention_block_backward(
     origin: Sequence[int] = (),
     starts: Sequence[int] = (),
 ) -> None:
-    """Add the derivatives of one block of keys to the first three, in place.
+    """Add the derivatives of one block of keys to the first four, in place.
 
     Args:
+        mask_gradient: as the mask, float32 or wider; None where nobody asks for it.
         out, gradient: [..., heads, queries, features of value], of the attention to all keys.
         lse: [..., heads, queries], of all keys.
         others: as for ``attention_block``.
@@ -194,16 +196,23 @@ def attention_block_backward(
     if block is None:
         return
     kept = _kept(query, key, seed, dropout_p, weights_shape, origin, (*starts, query_start, key_start))
+    scores_shape = (*query.shape[:-1], key.shape[-2])
     query, key, value, mask, is_diagonal = block
     gradient, out = _four_dims(gradient), _four_dims(out)
     lse = _four_dims(lse.unsqueeze(-1)).squeeze(-1)
     lse = lse.masked_fill(lse == -math.inf, math.inf).contiguous()  # rows that saw no key have no weights
-    if kept is None and _has_flash(query, value):
+    if kept is None and mask_gradient is None and _has_flash(query, value):
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, lse, 0.0, is_diagonal, attn_mask=mask, scale=scale
         )
     else:
-        found = _plain_backward(gradient, query, key, value, mask, kept, out, lse, is_diagonal, scale)
+        of_scores, *found = _plain_backward(
+            gradient, query, key, value, mask, kept, out, lse, is_diagonal, scale
+        )
+        if mask_gradient is not None:
+            columns = slice(key_start, key_start + scores_shape[-1])
+            target = mask_gradient[..., columns] if mask_gradient.shape[-1] > 1 else mask_gradient
+            target.add_(of_scores.reshape(scores_shape).sum_to_size(target.shape))
     for total, part in zip((query_gradient, key_gradient, value_gradient), found, strict=True):
         _four_dims(total).add_(part)
 
@@ -219,18 +228,20 @@ def _plain_backward(
     lse: torch.Tensor,
     is_diagonal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The derivatives of the scores, [batch, heads, queries, keys], and of query, key and value."""
     weights = (_scores(query, key, mask, is_diagonal, scale) - lse.unsqueeze(-1)).exp_()
     gradient = gradient.to(weights.dtype)
     of_value = (weights if kept is None else weights * kept).mT @ gradient
     of_weights = gradient @ _repeated(value, query).to(weights.dtype).mT
     of_weights = of_weights if kept is None else of_weights.mul_(kept)
     delta = (gradient * out).sum(-1, keepdim=True)
-    of_scores = weights * (of_weights - delta) * scale
-    of_key = of_scores.mT @ query.to(weights.dtype)
-    of_query = of_scores @ _repeated(key, query).to(weights.dtype)
+    of_scores = weights * (of_weights - delta)
+    of_products = of_scores * scale
+    of_key = of_products.mT @ query.to(weights.dtype)
+    of_query = of_products @ _repeated(key, query).to(weights.dtype)
     groups = (key.shape[1], query.shape[1] // key.shape[1])
-    return of_query, of_key.unflatten(1, groups).sum(2), of_value.unflatten(1, groups).sum(2)
+    return of_scores, of_query, of_key.unflatten(1, groups).sum(2), of_value.unflatten(1, groups).sum(2)
 
 
 # ---- what a block is ----

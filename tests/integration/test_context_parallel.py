@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 import dtorch
-from dtorch import DeviceMesh, PlacementError, Replicate, Settings, Shard, UnsupportedError, ring_attention
+from dtorch import DeviceMesh, PlacementError, Replicate, Settings, Shard, ring_attention
 from dtorch_runtime.local import LocalCluster, start_local_cluster
 from tests.support.captured import replays
 from tests.support.leaks import LeakWatch
@@ -72,6 +72,22 @@ def inputs(
     return [torch.randn(batch, h, n, features) for h, n in shapes]
 
 
+def test_a_mask_alone_may_want_a_gradient() -> None:
+    """With a row for all queries, and a column for all keys."""
+    mesh = mesh_of([2, 3], ["dp", "ring_cp"])
+    tensors = inputs(4, 2, 7, 7)
+    for shape in ((1, 1, 1, 7), (2, 1, 7, 1), (4, 7, 7), (1,)):
+        plain = torch.randn(shape, requires_grad=True)
+        on_mesh = placed(plain, mesh, [R, R]).requires_grad_()
+        ours = [placed(x, mesh, [Shard(0), Shard(2)]) for x in tensors]
+        attention(*tensors, plain, enable_gqa=True).square().sum().backward()
+        attention(*ours, on_mesh, enable_gqa=True).square().sum().backward()
+        assert on_mesh.grad is not None
+        assert plain.grad is not None
+        # What is added to all scores of a query changes nothing: such a derivative is a sum of what cancels out.
+        torch.testing.assert_close(on_mesh.grad.to_torch(), plain.grad, rtol=1e-4, atol=1e-4)
+
+
 def mask_of(kind: str | None, batch: int, heads: int, queries: int, keys: int) -> torch.Tensor | None:
     if kind is None:
         return None
@@ -92,20 +108,23 @@ def close(got: Any, want: torch.Tensor) -> None:
 def check(
     mesh: DeviceMesh, placements: Sequence[Any], tensors: Sequence[torch.Tensor], mask: Any, **options: Any
 ) -> None:
-    """Without and with gradients, against torch."""
+    """Without and with gradients, also of an added mask, against torch."""
     plain = [x.clone().requires_grad_() for x in tensors]
-    want = attention(*plain, mask, **options)
+    is_added = mask is not None and mask.is_floating_point()
+    plain_mask = mask.clone().requires_grad_() if is_added else mask
+    want = attention(*plain, plain_mask, **options)
     gradient = torch.randn_like(want)
     want.backward(gradient)
     ours = [placed(x, mesh, placements).requires_grad_() for x in tensors]
-    on_mesh = None if mask is None else placed(mask, mesh, [R] * mesh.ndim)
+    on_mesh = None if mask is None else placed(mask, mesh, [R] * mesh.ndim).requires_grad_(is_added)
     with torch.no_grad():
         close(attention(*ours, on_mesh, **options), want)
     got = attention(*ours, on_mesh, **options)
     assert got.placements == ours[0].placements
     close(got, want)
     got.backward(placed(gradient, mesh, placements))
-    for mine, theirs in zip(ours, plain, strict=True):
+    masks = ([on_mesh], [plain_mask]) if is_added else ([], [])
+    for mine, theirs in zip([*ours, *masks[0]], [*plain, *masks[1]], strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
         close(mine.grad, theirs.grad)
@@ -381,7 +400,6 @@ def mistakes() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
     x = torch.randn(2, 4, 6, 8)
     cut, whole = placed(x, ring, [Shard(2)]), placed(x, ring, [R])
     mask = torch.zeros(6, 6)
-    wants_gradient = placed(mask, ring, [R]).requires_grad_()
     many = placed(x, ulysses, [Shard(2)])
     by_batch = placed(x, ring, [Shard(0)])
     return {
@@ -416,11 +434,6 @@ def mistakes() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
             RuntimeError,
             "Explicit attn_mask should not be set",
         ),
-        "a mask with a gradient": (
-            lambda: attention(cut.detach().requires_grad_(), cut, cut, wants_gradient),
-            UnsupportedError,
-            "attn_mask.detach",
-        ),
         "dropout": (
             lambda: attention(cut, cut, cut, dropout_p=1.5),
             RuntimeError,
@@ -450,7 +463,6 @@ def mistakes() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
         "no heads",
         "a mask cut by keys",
         "a mask and causal",
-        "a mask with a gradient",
         "dropout",
         "terms",
     ],

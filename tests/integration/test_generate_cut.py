@@ -183,8 +183,11 @@ def test_layers_of_another_kind_are_refused_and_the_model_goes_on() -> None:
 @pytest.mark.parametrize(
     "mesh",
     [
-        "ulysses=2",
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("ring=2 x ulysses=2", "tp=2 x ulysses=2")),
+        "dp=2 x ring=2",
+        *(
+            pytest.param(m, marks=pytest.mark.slow)
+            for m in ("ulysses=2", "ring=2 x ulysses=2", "tp=2 x ulysses=2")
+        ),
     ],
 )
 def test_an_encoder_with_a_decoder_has_the_loss_and_gradients_of_one_device(mesh: str) -> None:

@@ -64,9 +64,13 @@ def test_blocks_add_up(problem: dict[str, Any]) -> None:
     """Values and derivatives, with rows that see nothing, blocks that are hidden, and pieces without elements."""
     query, key, value = (problem[name].requires_grad_() for name in ("query", "key", "value"))
     mask, is_causal = problem["mask"], problem["is_causal"]
+    is_added = mask is not None and mask.is_floating_point()
+    of_mask = torch.zeros_like(mask) if is_added else None
+    wanted = (query, key, value, *([mask.requires_grad_()] if is_added else []))
     want = whole(query, key, value, mask, is_causal)
     gradient = torch.randn_like(want)
-    grads = torch.autograd.grad(want, (query, key, value), gradient)
+    grads = torch.autograd.grad(want, wanted, gradient)
+    mask = mask.detach() if is_added else mask
     out, lse = torch.zeros_like(want), torch.full(query.shape[:-1], -math.inf, dtype=torch.float64)
     found = [torch.zeros_like(x) for x in (query, key, value)]
     query, key, value = query.detach(), key.detach(), value.detach()
@@ -78,7 +82,9 @@ def test_blocks_add_up(problem: dict[str, Any]) -> None:
         for q_start, q_size in problem["queries"]:
             own = [x.narrow(-2, q_start, q_size) for x in (query, out, gradient, found[0])]
             sums = lse.narrow(-1, q_start, q_size)
-            rows = mask if mask is None or mask.shape[-2] == 1 else mask.narrow(-2, q_start, q_size)
+            rows, of_rows = (
+                x if x is None or x.shape[-2] == 1 else x.narrow(-2, q_start, q_size) for x in (mask, of_mask)
+            )
             kept = own[1].clone(), sums.clone()
             for number, (k_start, k_size) in enumerate(problem["keys"]):
                 block = [x.narrow(-2, k_start, k_size) for x in (key, value)]
@@ -90,12 +96,12 @@ def test_blocks_add_up(problem: dict[str, Any]) -> None:
                 block = [x.narrow(-2, k_start, k_size) for x in (key, value)]
                 parts = [own[3].clone(), *(x.narrow(-2, k_start, k_size).clone() for x in found[1:])]
                 place = (q_start, k_start, 0, is_causal, SCALE)
-                attention_block_backward(*parts, *kept, own[2], own[0], *block, rows, None, *place)
+                attention_block_backward(of_rows, *parts, *kept, own[2], own[0], *block, rows, None, *place)
                 own[3].copy_(parts[0])
                 for x, part in zip(found[1:], parts[1:], strict=True):
                     x.narrow(-2, k_start, k_size).copy_(part)
     torch.testing.assert_close(out, want)
-    for got, expected in zip(found, grads, strict=True):
+    for got, expected in zip([*found, *([of_mask] if is_added else [])], grads, strict=True):
         torch.testing.assert_close(got, expected)
 
 
