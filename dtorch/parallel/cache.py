@@ -117,7 +117,8 @@ def place_caches(values: Iterable[Any]) -> None:
     """Prepare the caches among a model's arguments for a step.
 
     A beam search picks rows that other devices have, which leaves partial sums: they are reduced. Layers of fixed size
-    that are still to be made will be made where keys and values of the model are. Rows are picked where a layer is.
+    that are still to be made will be made where keys and values of the model are. Rows are picked where a layer is, and
+    its length goes to where it is asked for, which may be another stage.
     """
     for layer in (layer for cache in caches_in(values) for layer in cache.layers):
         if getattr(layer, "is_initialized", False):
@@ -126,6 +127,7 @@ def place_caches(values: Iterable[Any]) -> None:
             layer.lazy_initialization = types.MethodType(_make_where_keys_are, layer)
         if hasattr(layer, "reorder_cache") and "reorder_cache" not in vars(layer):
             layer.reorder_cache = types.MethodType(_reorder_where_keys_are, layer)
+            layer.get_seq_length = types.MethodType(_length_where_it_is_asked_for, layer)
 
 
 def caches_in(values: Iterable[Any]) -> Iterator[Any]:
@@ -157,6 +159,15 @@ def _reorder_where_keys_are(layer: Any, beam_idx: Any) -> None:
         whole = [Replicate()] * keys.device_mesh.ndim
         beam_idx = beam_idx.redistribute(device_mesh=keys.device_mesh, placements=whole)
     type(layer).reorder_cache(layer, beam_idx)
+
+
+def _length_where_it_is_asked_for(layer: Any) -> Any:
+    """``get_seq_length``; of a layer of fixed size that is a tensor."""
+    length = type(layer).get_seq_length(layer)
+    if not isinstance(length, Tensor) or length.device_mesh == length.graph.default_mesh:
+        return length
+    mesh = length.graph.default_mesh
+    return length.redistribute(device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
 
 
 def _make_where_keys_are(layer: Any, key_states: Any, value_states: Any) -> None:

@@ -45,6 +45,7 @@ QUICK = {
     ("phi3", "tp=2 x ulysses=2", "beams with a static cache"),
     ("t5", "ulysses=2", "greedy"),
     ("t5", "dp=2 x ring=2", "static cache"),
+    ("t5", "pp=2 x ring=2", "beams with a static cache"),
 }
 
 
