@@ -46,9 +46,12 @@ def _kind(module: nn.Module) -> ModuleKind:
         return "embedding"
     if is_experts(module):
         return "experts"
-    # transformers.pytorch_utils.Conv1D, known by its name: models need no transformers.
-    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
-    return "conv1d" if is_conv1d else "other"
+    return "conv1d" if is_conv1d(module) else "other"
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is ``transformers.pytorch_utils.Conv1D``, known by its name: models need no transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
 def _head_groups(model: nn.Module) -> Iterator[tuple[str, int]]:

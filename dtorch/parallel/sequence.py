@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtorch.attention import RING_AXIS, ULYSSES_AXES, sequence_axes
+from dtorch.parallel.by_place import keep_places
 from dtorch.parallel.cache import caches_in
 from dtorch.parallel.facts import base_prefix
 from dtorch.parallel.hooks import encoder_of, find_main_input, map_tensors
@@ -81,6 +82,7 @@ def add_sequence_hooks(model: nn.Module, mesh: DeviceMesh) -> None:
         some_places = not (isinstance(places, int) and places == 0)
         return some_places or (kwargs.get("labels") is not None and not has_loss_of_pieces)
 
+    keep_places(model)
     _add_call_hooks(model, axes, is_whole_behind, is_part=False)
     encoder = encoder_of(model)
     if encoder is not None:
