@@ -17,6 +17,7 @@ COMMANDS = (
     ["benchmarks.overlap"],
     ["benchmarks.decode"],
     ["benchmarks.training"],
+    ["benchmarks.search"],
     ["benchmarks.load_memory"],
     ["benchmarks.failure"],
 )

@@ -1,7 +1,8 @@
 """What a step costs a device by a plan: seconds of compute and of communication, bytes of memory. Pure decisions.
 
-Compute is what linear layers and experts multiply; communication is what ``exchanges`` counts, at a latency and a
-bandwidth for each mesh axis; memory is weights and, in training, gradients and the optimizer's state.
+Compute is what linear layers and experts multiply, and, at the bandwidth of a device's own memory, what elementwise ops
+and the optimizer read and write; communication is what ``exchanges`` counts, at a latency and a bandwidth for each mesh
+axis; memory is weights and, in training, gradients and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ from dtorch_runtime.ir.placement import Partial, Shard
 
 #: Multiplications of a linear layer in training, by those of its forward pass: input and weight have gradients.
 _TRAINING_PASSES: Final = 3
+#: How often elementwise ops read or write each number that a layer makes: it is made, normalised or activated, added.
+_ACTIVATION_ACCESSES: Final = 6
+#: And the optimizer each parameter: those of ``torch.optim.AdamW`` are 4, and 9 for each of its two moments.
+_PARAMETER_ACCESSES: Final = 4
+_STATE_ACCESSES: Final = 9
 _PHASES: Final[tuple[Phase, ...]] = ("forward", "backward")
 
 
@@ -54,15 +60,21 @@ class LinkCosts:
 class ClusterCosts:
     """What devices of a cluster can do: ``flops_per_s`` of each, and the link along each mesh axis by its name.
 
+    ``memory_bytes_per_s`` is what a device reads and writes in its own memory, while all of them do; None leaves that
+    time out.
+
     Raises:
         SettingError: a rate that is not above 0.
     """
 
     flops_per_s: float
     links: Mapping[str, LinkCosts] = field(default_factory=dict)
+    memory_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_number("flops_per_s", self.flops_per_s)
+        if self.memory_bytes_per_s is not None:
+            _check_number("memory_bytes_per_s", self.memory_bytes_per_s)
 
     def check_axes(self, axes: Sequence[str]) -> None:
         """
@@ -158,6 +170,7 @@ class CostModel:
         """Of modules whose plans depend on no others'."""
         compute = sum(self._flops(f, plans[f.name]) for f in facts) / self.costs.flops_per_s
         found = [*self._activations(facts, plans)]
+        accessed = sum(self._accessed_by_ops(f, plans[f.name]) for f in facts)
         memory = 0
         counted: set[int] = set()
         for f in facts:
@@ -168,8 +181,33 @@ class CostModel:
                     weight = self.weights[f.tied[name]]
                     memory += self._memory(shape, layout, weight, zero_stage)
                     if self.step.is_training and weight.is_trained:
+                        accessed += self._accessed_by_optimizer(shape, layout, weight, zero_stage)
                         found += self._gradients(f"{f.name}.{name}", shape, layout, weight, zero_stage)
+        if self.costs.memory_bytes_per_s is not None:
+            compute += accessed / self.costs.memory_bytes_per_s
         return Cost(compute, sum(map(self.costs.seconds, found)), memory)
+
+    def _accessed_by_ops(self, facts: ModuleFacts, plan: ModulePlan) -> int:
+        """Bytes of what a module makes, as often as they are read and written. Experts make it for some tokens."""
+        num_rows = _largest(self.step.work.shape(1), activation_layout(self.mesh))
+        dim = {"conv1d": 1, "embedding": 1}.get(facts.kind, 0)
+        size = 0.0
+        for name, shape in facts.weights.items():
+            cut = local_shape(shape, Layout(self.mesh, plan.placements[name]), self.mesh.devices[0])
+            if facts.kind == "experts" and len(shape) == 3:
+                size += cut[0] * cut[1] * self.step.num_experts_per_token / shape[0]
+            elif facts.kind != "experts" and (name == "weight" and len(shape) > dim):
+                size += cut[dim]
+        passes = _TRAINING_PASSES if self.step.is_training else 1
+        return int(size * num_rows * passes * _ACTIVATION_ACCESSES * self.step.work.itemsize_bytes)
+
+    def _accessed_by_optimizer(
+        self, shape: tuple[int, ...], layout: Layout, weight: Weight, zero_stage: int
+    ) -> int:
+        pieces = self._pieces(shape, layout, zero_stage)
+        num_state = self.step.state_bytes(weight) / weight.itemsize_bytes
+        accesses = _PARAMETER_ACCESSES + _STATE_ACCESSES * num_state
+        return int(_largest(shape, pieces or layout) * accesses * weight.itemsize_bytes)
 
     def _flops(self, facts: ModuleFacts, plan: ModulePlan) -> float:
         if facts.kind not in ("linear", "conv1d", "experts"):

@@ -14,6 +14,7 @@ from dtorch.factory import zeros
 from dtorch.graph import Graph
 from dtorch.parallel.costs import ClusterCosts, LinkCosts
 from dtorch.parallel.exchanges import moved_bytes
+from dtorch.replay.capture import capture
 from dtorch.tensors import Tensor
 from dtorch_runtime.ir.layout import Layout
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -23,17 +24,22 @@ from dtorch_runtime.ir.placement import Partial, Placement, Replicate
 _NUM_PRODUCTS: Final = 4
 _LONG_ENOUGH_S: Final = 0.01
 _MAX_ROWS: Final = 8192
+#: float32 numbers of what is read and written in a row of calls.
+_ACCESSED: Final = (256 * 1024, 16)
 #: float32 numbers of what is reduced, and how often: latency is seen in the first, bandwidth in the second.
 _REDUCED: Final = ((256, 16), (512 * 1024, 4))
-_NUM_REPEATS: Final = 3
+_NUM_REPEATS: Final = 5
+#: Runs that are recorded, or do what only first ones do.
+_NUM_FIRST: Final = 2
 _ITEMSIZE_BYTES: Final = 4
 
-_rates: WeakKeyDictionary[Session, dict[DeviceMesh, float]] = WeakKeyDictionary()
+#: By devices: their rate is no other one along other axes, and two measured at different times would differ by noise.
+_rates: WeakKeyDictionary[Session, dict[frozenset[int], tuple[float, float]]] = WeakKeyDictionary()
 _links: WeakKeyDictionary[Session, dict[tuple[DeviceMesh, str], LinkCosts]] = WeakKeyDictionary()
 
 
 def measure(mesh: DeviceMesh, axes: Sequence[str]) -> ClusterCosts:
-    """The rate of float32 products while all devices of the mesh work, and the links along these axes.
+    """The rates of float32 products and of memory while all devices of the mesh work, and the links along these axes.
 
     The first call for a mesh waits for what was issued before, and takes about a second.
 
@@ -42,30 +48,51 @@ def measure(mesh: DeviceMesh, axes: Sequence[str]) -> ClusterCosts:
     """
     graph = Graph.default_graph()
     rates, links = _rates.setdefault(graph.session, {}), _links.setdefault(graph.session, {})
+    devices = frozenset(mesh.devices)
     with torch.no_grad(), graph.device_mesh_guard(mesh):
-        if mesh not in rates:
-            rates[mesh] = _flops_per_s(graph, mesh)
+        if devices not in rates:
+            rates[devices] = _flops_per_s(graph, mesh), _memory_bytes_per_s(graph, mesh)
         for axis in axes:
             if (mesh, axis) not in links:
                 links[mesh, axis] = _link(graph, mesh, axis)
-    return ClusterCosts(flops_per_s=rates[mesh], links={axis: links[mesh, axis] for axis in axes})
+    flops_per_s, memory_bytes_per_s = rates[devices]
+    return ClusterCosts(
+        flops_per_s=flops_per_s,
+        links={axis: links[mesh, axis] for axis in axes},
+        memory_bytes_per_s=memory_bytes_per_s,
+    )
 
 
 def _seconds(graph: Graph, call: Callable[[Tensor], Tensor], x: Tensor, count: int) -> float:
-    """Of one call, in a row of calls that each need what the one before made. Issuing one and the wait are left out."""
+    """Of one call on the devices, in a row of calls that each need what the one before made.
 
-    def run(num_calls: int) -> float:
+    The row is a captured call: issuing its ops one by one takes this process longer than the devices need for small
+    ones, and would be seen instead. Sending the row and the wait are left out, as what a row of one takes.
+    """
+
+    def row(num_calls: int) -> Callable[[Tensor], Tensor]:
+        def calls(made: Tensor) -> Tensor:
+            for _ in range(num_calls):
+                made = call(made)
+            return made
+
+        return capture(calls)
+
+    def run(calls: Callable[[Tensor], Tensor]) -> float:
         graph.sync()
         start = time.perf_counter()
-        made = x
-        for _ in range(num_calls):
-            made = call(made)
+        calls(x)
         graph.sync()
         return time.perf_counter() - start
 
-    run(1)  # what only a first call does
-    one, all_of_them = (min(run(n) for _ in range(_NUM_REPEATS)) for n in (1, 1 + count))
-    return max(all_of_them - one, 1e-9) / count
+    one, all_of_them = row(1), row(1 + count)
+    times = [(run(one), run(all_of_them)) for _ in range(_NUM_FIRST + _NUM_REPEATS)][_NUM_FIRST:]
+    return time_of_one(min(short for short, _ in times), min(long for _, long in times), count)
+
+
+def time_of_one(one_s: float, all_s: float, count: int) -> float:
+    """Of a call, by the seconds of a row of one and of a row of ``count`` more; what noise hides is not nothing."""
+    return (all_s - one_s) / count if all_s > one_s else all_s / (1 + count)
 
 
 def _square(x: Tensor) -> Tensor:
@@ -82,6 +109,16 @@ def _flops_per_s(graph: Graph, mesh: DeviceMesh) -> float:
         if seconds * _NUM_PRODUCTS >= _LONG_ENOUGH_S or rows >= _MAX_ROWS:
             return 2.0 * rows**3 / seconds
         rows *= 2
+
+
+def _memory_bytes_per_s(graph: Graph, mesh: DeviceMesh) -> float:
+    num_elements, count = _ACCESSED
+    x = zeros(num_elements, dtype=torch.float32, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+    return 2.0 * num_elements * _ITEMSIZE_BYTES / _seconds(graph, _increase, x, count)
+
+
+def _increase(x: Tensor) -> Tensor:
+    return cast(Tensor, x + 1.0)
 
 
 def _link(graph: Graph, mesh: DeviceMesh, axis: str) -> LinkCosts:

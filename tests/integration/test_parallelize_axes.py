@@ -223,8 +223,13 @@ def test_a_plan_that_is_searched_for_gives_the_same_and_the_cluster_is_measured_
         measured.append(axis)
         return link(graph, mesh, axis)
 
-    link = measure._link
+    def counted_products(graph: Any, mesh: dtorch.DeviceMesh) -> float:
+        measured.append("products")
+        return products(graph, mesh)
+
+    link, products = measure._link, measure._flops_per_s
     monkeypatch.setattr(measure, "_link", counted)
+    monkeypatch.setattr(measure, "_flops_per_s", counted_products)
     plain, mesh = MODELS["llama"](), dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     found = dtorch.plan(plain, mesh, "search", batch_size=2, sequence_length=7).found
     assert found is not None
@@ -232,7 +237,10 @@ def test_a_plan_that_is_searched_for_gives_the_same_and_the_cluster_is_measured_
     # Some layers have to be cut, and there is room for others.
     limit = (found.auto.memory_bytes + found.replicated.memory_bytes) // 2
     model = dtorch.parallelize(MODELS["llama"](), mesh, "search", memory_limit_bytes=limit)
-    assert measured == ["tp"]
+    assert measured == ["products", "tp"]
+    other = dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    assert dtorch.plan(plain, other, "search").found is not None
+    assert measured == ["products", "tp", "dp"], "the same devices"
     report = dtorch.parallel.describe(model)
     assert 0 < 4 * max(report.bytes_by_device.values()) <= limit, "with gradients and moments of AdamW"
     assert "searched for" in str(report)

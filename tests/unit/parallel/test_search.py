@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,7 @@ from dtorch.parallel.choices import Option, cheapest
 from dtorch.parallel.cuts import piece_placements
 from dtorch.parallel.decide import decide
 from dtorch.parallel.distribute import _warn_of_zero
-from dtorch.parallel.measure import line_through
+from dtorch.parallel.measure import line_through, time_of_one
 from dtorch.parallel.search import find_blocks
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.layout import Layout
@@ -236,6 +237,71 @@ def test_pieces_of_zero_are_cut_by_the_dim_whose_largest_piece_is_smallest() -> 
     assert piece_placements((4, 6), layout, "tp") is None, "it is not whole there"
 
 
+class Widening(nn.Module):
+    """8 features to 32 and back: a feed-forward block, which ``"auto"`` cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_accesses"),
+    [
+        # Of AdamW: the parameter is read, decayed, read and written, its gradient too, and its two moments.
+        ({}, 22),
+        ({"optimizer_bytes": 0}, 4),
+        ({"optimizer_bytes": 4}, 13),
+        ({"training": False}, 0),
+    ],
+)
+def test_what_ops_and_the_optimizer_read_and_write_takes_time(
+    arguments: dict[str, Any], num_accesses: int
+) -> None:
+    free = costs(LinkCosts(latency_s=0, bytes_per_s=1e30), flops_per_s=1e30)
+    given = replace(free, memory_bytes_per_s=4.0)  # a number of float32 a second
+    passes = 1 if arguments.get("training") is False else 3
+    num_tokens = 4 * 16
+    _, found = searched(Widening(), mesh([0, 1], "tp"), given, **arguments)
+    numbers = {
+        "replicated": ((32 + 8) * num_tokens, 8 * 32 + 32 + 32 * 8 + 8),
+        "auto": ((16 + 8) * num_tokens, 8 * 16 + 16 + 16 * 8 + 8),
+    }
+    for name, (made, parameters) in numbers.items():
+        expected = made * passes * 6 + parameters * num_accesses
+        assert getattr(found, name).compute_s == pytest.approx(expected), name
+    assert found.chosen == found.auto
+
+
+def test_a_cut_that_products_are_not_worth_may_be_worth_what_memory_takes() -> None:
+    model, on = Widening(), mesh([0, 1], "tp")
+    given = costs(LinkCosts(latency_s=1e-3, bytes_per_s=1e9), flops_per_s=1e9)
+    plan, without = searched(model, on, given)
+    assert plan.plan == {}
+    plan, found = searched(model, on, replace(given, memory_bytes_per_s=1e6))
+    assert found.chosen == found.auto
+    assert found.auto.communication_s == without.auto.communication_s
+
+
+def test_pieces_of_zero_are_optimized_by_a_device_each() -> None:
+    given = replace(costs(FAST, flops_per_s=1e30), memory_bytes_per_s=1e6)
+    _, free = searched(built("llama"), mesh([0, 1], "dp"), given)
+    _, found = searched(
+        built("llama"), mesh([0, 1], "dp"), given, memory_limit_bytes=free.chosen.memory_bytes - 1
+    )
+    assert found.zero_stage > 0
+    assert found.chosen.compute_s < free.chosen.compute_s
+
+
+@pytest.mark.parametrize(
+    ("one_s", "all_s", "expected"),
+    [(1.0, 5.0, 1.0), (0.0, 8.0, 2.0), (3.0, 2.5, 0.5), (1.0, 1.0, 0.2)],
+    ids=["a wait left out", "no wait", "noise", "nothing between"],
+)
+def test_the_time_of_one_call_is_never_nothing(one_s: float, all_s: float, expected: float) -> None:
+    assert time_of_one(one_s, all_s, 4) == pytest.approx(expected)
+
+
 def test_the_line_through_two_measurements_is_never_below_zero() -> None:
     link = line_through((1e3, 2e-3), (1e6, 3e-3))
     assert link.latency_s + 1e3 / link.bytes_per_s == pytest.approx(2e-3)
@@ -275,6 +341,10 @@ def test_what_cannot_be_asked_is_refused(arguments: dict[str, Any], message: str
         (lambda: LinkCosts(latency_s=-1.0, bytes_per_s=1.0), "latency_s= takes a number 0 or more"),
         (lambda: LinkCosts(latency_s=0.0, bytes_per_s=0.0), "bytes_per_s= takes a number above 0"),
         (lambda: ClusterCosts(flops_per_s=float("nan")), "flops_per_s= takes a number above 0"),
+        (
+            lambda: ClusterCosts(flops_per_s=1.0, memory_bytes_per_s=0.0),
+            "memory_bytes_per_s= takes a number above",
+        ),
     ],
 )
 def test_costs_that_cannot_be_are_refused(make: Any, message: str) -> None:
