@@ -210,3 +210,17 @@ class ControllerRig:
         """Forget what was sent."""
         self.sent.clear()
         self.actions.clear()
+
+
+def program(rig: ControllerRig, nodes: int = 2) -> tuple[list[int], int, int]:
+    """Nodes with two devices each, and a client with mesh 1 on all of them and mesh 2+i on node i.
+
+    Template 1 makes a value on mesh 1, template 2+i on mesh 2+i. Returns (node peers, client peer, session).
+    """
+    peers = [rig.add_node(f"node{index}") for index in range(nodes)]
+    client = rig.add_client()
+    meshes = [mesh(1, range(2 * nodes))] + [mesh(2 + i, [2 * i, 2 * i + 1]) for i in range(nodes)]
+    rig.define(client, meshes, [template(1 + i, mesh_ids=[1 + i]) for i in range(nodes + 1)])
+    session = rig.session(client)
+    rig.clear()
+    return peers, client, session
