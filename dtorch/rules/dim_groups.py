@@ -116,11 +116,17 @@ def _unit_candidates(unit: int, inner: int, inner_out: int, wanted: Sequence[int
 
 
 def _all_on_the_first(shape: Shape, viewed: Shape, dim: int, units: list[int]) -> tuple[int, list[int]]:
-    """A dim that only the first device has: any dim of the view can say so with a unit of its whole size."""
-    if shape[dim] == 1:
-        ones = _ones_between(viewed, num_before := _num_longer(shape, dim))
-        if ones:
-            return ones[min(_ones_between(shape, num_before).index(dim), len(ones) - 1)], units
+    """A dim that only the first device has: any dim of the view can say so with a unit of its whole size.
+
+    A batch of one sequence whose tokens were merged, ``[1, s] -> [s] -> [1, s]``, is cut by sequences again: a new dim
+    of size 1 in front is what the cut was of.
+    """
+    num_before = _num_longer(shape, dim)
+    ones, old_ones = (_ones_between(dims, num_before) for dims in (viewed, shape))
+    if shape[dim] == 1 and ones:
+        return ones[min(old_ones.index(dim), len(ones) - 1)], units
+    if shape[dim] != 1 and len(ones) > len(old_ones):
+        return ones[len(old_ones)], [1] * len(units)
     groups = dim_groups(shape, viewed)
     if not groups:
         raise CannotView(dim, f"dim {dim} has size 1 and the view drops it")
