@@ -49,7 +49,8 @@ def reduce_gradients(module: nn.Module) -> None:
     """Bring the gradients of all parameters of ``module`` that are on a mesh to the placements of the parameters.
 
     Modules of ``dtorch.nn`` and of ``dtorch.parallelize`` do it by themselves; those of ``torch.nn`` that were made on
-    a mesh, or moved there by ``.to("dtorch")``, leave a gradient as the terms that each device has of it.
+    a mesh, or moved there by ``.to("dtorch")``, leave a gradient as the terms that each device has of it. Behind
+    ``dtorch.parallel.zero`` nothing is left to do, and gradients stay in the pieces that it makes of them.
     """
     for parameter in module.parameters():
         if isinstance(parameter, Tensor):

@@ -63,8 +63,8 @@ def parallelize(
     Raises:
         MeshError: axes without names, axes with others, or devices that the cluster does not have.
         SettingError: a pattern that matches nothing, a style that does not exist or does not fit, a checkpoint that
-            lacks weights or has them in another shape, more stages than layers, a model that is already parallel, or a
-            memory limit that nothing found fits, or that comes without ``"search"``.
+            lacks weights or has them in another shape, more stages than layers, a model that is already parallel or
+            has ZeRO, or a memory limit that nothing found fits, or that comes without ``"search"``.
         PlacementError: placements that do not fit the mesh or the weight, or heads that ``ulysses_cp`` cannot cut.
         UnsupportedError: ``"auto"`` for a model that carries no plan, or a buffer whose values cannot be made again.
     """
@@ -72,6 +72,11 @@ def parallelize(
         raise SettingError(
             f"this {type(model).__name__} is parallel already, on {model.dtorch_mesh!r}; "
             f"build it again to put it on another mesh"
+        )
+    if any(hasattr(module, "dtorch_zero") for module in model.modules()):
+        raise SettingError(
+            f"this {type(model).__name__} has ZeRO, which cuts what is on a mesh; write "
+            f"dtorch.parallelize(model, mesh) first, and dtorch.parallel.zero(model, ...) behind it"
         )
     decision = decide(model, mesh, plan, SearchRequest(memory_limit_bytes=memory_limit_bytes))
     stages, plans = decision.stages, decision.plans

@@ -23,12 +23,14 @@ class _GradientHome:
         parameter: inside ``_waiting``, the parameter; its gradients are kept as terms meanwhile.
         terms: the placements of the first gradient there, with which the others are added to it.
         takes_whole: whether terms of a gathered parameter stay as large as that.
+        is_of_zero: whether ZeRO has decided where they are kept.
     """
 
     placements: Sequence[Placement]
     parameter: Any = None
     terms: Placements | None = None
     takes_whole: bool = False
+    is_of_zero: bool = False
 
     def __call__(self, gradient: Any) -> Any:
         parameter = self.parameter
@@ -55,21 +57,30 @@ def add_gradient_hook(parameter: nn.Parameter) -> None:
     """Bring each gradient of ``parameter`` to the placements of the parameter before it is accumulated.
 
     Data parallelism leaves a partial sum on each part of the batch; an optimizer wants the sum. A parameter that does
-    not require a gradient when it is made parallel gets no hook.
+    not require a gradient when it is made parallel gets no hook. Where ZeRO keeps gradients they stay: it reduces them.
     """
-    set_gradient_placements(parameter, cast(Tensor, parameter).placements)
+    if not has_zero(parameter):
+        set_gradient_placements(parameter, cast(Tensor, parameter).placements)
 
 
-def set_gradient_placements(parameter: Any, placements: Sequence[Placement]) -> None:
+def set_gradient_placements(
+    parameter: Any, placements: Sequence[Placement], *, is_of_zero: bool = False
+) -> None:
     """Bring each gradient of ``parameter`` to these placements, and no more to those that were set before."""
     if not parameter.requires_grad:
         return
     resolved = _with_gradients_whole(placements)
     home = _home_of(parameter)
     if home is None:
-        parameter.register_hook(_GradientHome(resolved))
+        parameter.register_hook(_GradientHome(resolved, is_of_zero=is_of_zero))
     else:
-        home.placements = resolved
+        home.placements, home.is_of_zero = resolved, is_of_zero
+
+
+def has_zero(parameter: Any) -> bool:
+    """Whether ZeRO has decided where the gradients of a parameter are kept."""
+    home = _home_of(parameter)
+    return home is not None and home.is_of_zero
 
 
 def takes_whole_terms(parameter: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dtorch.parallel.cuts import Axis, axis_number, piece_placements
-from dtorch.parallel.reduction import set_gradient_placements
+from dtorch.parallel.reduction import has_zero, set_gradient_placements
 from dtorch.parallel.zero_gather import gather_in_use
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import MeshError, SettingError
@@ -50,12 +50,14 @@ def zero(
 
     Raises:
         SettingError: another stage, no optimizer where one is needed or one for other parameters, a ``compute_dtype``
-            that is not floating point or comes with a lower stage, a model that is not on a mesh or had this before.
+            that is not floating point or comes with a lower stage, a model that is not on a mesh or had this before,
+            as a whole or in part.
         MeshError: no parameter is on a mesh that has the axis.
     """
     _check(model, optimizer, stage, compute_dtype)
     homes = _homes(model, axis)
-    if optimizer is not None and not any(parameter in homes for parameter in _parameters(optimizer)):
+    own = {id(parameter) for parameter in model.parameters()}
+    if optimizer is not None and not any(id(parameter) in own for parameter in _parameters(optimizer)):
         raise SettingError(
             f"zero(): none of the parameters of this {type(optimizer).__name__} is one of the model's; make the "
             f"optimizer behind dtorch.parallelize(model, mesh), from model.parameters()"
@@ -65,7 +67,7 @@ def zero(
             whole = parameter.placements
             if stage == 3:
                 _move(parameter, placements)
-            set_gradient_placements(parameter, whole if stage == 1 else placements)
+            set_gradient_placements(parameter, whole if stage == 1 else placements, is_of_zero=True)
             if parameter.grad is not None and stage != 1:
                 parameter.grad = cast(Tensor, parameter.grad).redistribute(placements=placements)
         if optimizer is not None:
@@ -106,6 +108,12 @@ def _check(model: Any, optimizer: Any, stage: Any, compute_dtype: Any) -> None:
     if hasattr(model, "dtorch_zero"):
         raise SettingError(
             f"this {type(model).__name__} has ZeRO stage {model.dtorch_zero} already; build it again for another"
+        )
+    had = [name for name, parameter in model.named_parameters() if has_zero(parameter)]
+    if had:
+        raise SettingError(
+            f"{len(had)} parameters of this {type(model).__name__} have ZeRO already, {had[0]} first; call zero() "
+            f"once, for the whole model"
         )
 
 
