@@ -2,13 +2,15 @@
 
 A token that chooses k of the experts makes k *pairs*; ``send`` takes the rows of pairs ``[..., k, features]`` to the
 devices that have the experts, and ``bring`` takes rows back to the places of their pairs. Each is the transpose of the
-other, so each is the other's derivative. Where experts are cut over an axis of the mesh, they exchange rows along it
-(``dtorch_runtime.worker.row_exchange``): what travels are the rows of pairs whose expert is elsewhere.
+other, so each is the other's derivative. Where tokens and experts are cut over the same axis of the mesh, devices
+exchange rows along it (``dtorch_runtime.worker.row_exchange``): what travels are the rows of pairs whose expert is
+elsewhere. Where experts are cut over an axis along which tokens are whole, each device takes the rows of its own, and
+what ``bring`` gives are terms of a sum.
 
 In between, the rows of a device are as many as the data says. Nobody waits for that number: to the client they are a
-tensor of all pairs, ``Shard(0)`` on the axes that cut the tokens, and only the devices know where it is cut. Ops on
-elements work on it as on any other; it must not be redistributed or fetched. Rows that stay where they are need none of
-this, but ``experts.expert_linear``. Shapes are global. Plain tensors work too.
+tensor of all pairs, ``Shard(0)`` on the axes that cut tokens or experts, and only the devices know where it is cut. Ops
+on elements work on it as on any other; it must not be redistributed or fetched. Rows that stay where they are need none
+of this, but ``experts.expert_linear``. Shapes are global. Plain tensors work too.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Routes:
         shape: of the choices, ``[..., k]``.
         order: the kept pairs of each device, sorted by expert.
         counts: how many of them each expert has, as ``expert_counts`` gives it, and known to all ranks of ``axis``.
-        axis: the number of the mesh axis that the experts are cut over; None when each device has all of them.
+        axis: the number of the mesh axis that experts and tokens are cut over, along which rows are exchanged.
+        held: the numbers of those that experts are cut over, and tokens are not.
         layout: of the choices; None for plain tensors.
     """
 
@@ -56,7 +59,12 @@ class Routes:
     counts: Any
     num_experts: int
     axis: int | None
+    held: tuple[int, ...]
     layout: Layout | None
+
+    def cuts_experts(self, axis: int) -> bool:
+        """Whether the experts are cut over an axis of the mesh."""
+        return axis == self.axis or axis in self.held
 
     def is_cut(self, axis: int) -> bool:
         """Whether the tokens are cut over an axis of the mesh."""
@@ -64,16 +72,22 @@ class Routes:
         return isinstance(self.layout.placements[axis], Shard)
 
 
-def routes_of(choices: Any, num_experts: int, axis: int | None) -> Routes:
+def routes_of(choices: Any, num_experts: int, axis: int | None, held: tuple[int, ...] = ()) -> Routes:
     """How to send pairs to experts.
 
     Args:
-        choices: the number of an expert for each pair, ``[..., k]``, ``Shard`` on ``axis`` and whole or cut on others,
-            never by the last dim. ``num_experts`` stands for a pair that is dropped.
+        choices: the number of an expert for each pair, ``[..., k]``, ``Shard`` on ``axis``, ``Replicate`` on ``held``,
+            and whole or cut on others, never by the last dim. ``num_experts`` stands for a pair that is dropped.
+        axis, held: see ``Routes``. They are not both given.
     """
     layout = choices._spec.layout if isinstance(choices, Tensor) else None
     order = _call(
-        "expert_order", [choices], [num_experts], (choices.numel(),), torch.int64, _rows_like(choices)
+        "expert_order",
+        [_own(choices, num_experts, held) if held else choices],
+        [num_experts],
+        (choices.numel(),),
+        torch.int64,
+        _rows_like(choices, held),
     )
     counts = expert_counts(choices, num_experts)
     if axis is not None:
@@ -81,7 +95,24 @@ def routes_of(choices: Any, num_experts: int, axis: int | None) -> Routes:
             Replicate() if number == axis else p for number, p in enumerate(counts._spec.layout.placements)
         ]
         counts = counts.redistribute(placements=placements)
-    return Routes(tuple(choices.shape), order, counts, num_experts, axis, layout)
+    return Routes(tuple(choices.shape), order, counts, num_experts, axis, held, layout)
+
+
+def _own(choices: Any, num_experts: int, held: tuple[int, ...]) -> Any:
+    """The choices that each device has the expert of; the others are dropped."""
+    mesh = choices.device_mesh
+    cut = Layout(mesh, tuple(Shard(0) if axis in held else Replicate() for axis in range(mesh.ndim)))
+    first = LocalStart([num_experts], layout_record(cut), 0)
+    number = LocalShape([num_experts], layout_record(cut))
+    return _call(
+        "own_choices",
+        [choices],
+        [num_experts, first, number],
+        tuple(choices.shape),
+        choices.dtype,
+        choices.placements,
+        key=held,
+    )
 
 
 def expert_counts(choices: Any, num_experts: int) -> Any:
@@ -116,8 +147,8 @@ def routed_linear(rows: Any, weights: Any, routes: Routes) -> Any:
 
     Args:
         rows: ``[pairs, in]``, from ``send``.
-        weights: ``[num_experts, out, in]``, ``Shard(0)`` on ``routes.axis``. On axes that do not cut the tokens,
-            ``Shard(1)`` gives rows that are cut by features, and ``Shard(2)`` takes such and gives partial sums.
+        weights: ``[num_experts, out, in]``, ``Shard(0)`` where these are cut. On other axes that do not cut the
+            tokens, ``Shard(1)`` gives rows cut by features, and ``Shard(2)`` takes such and gives partial sums.
 
     Raises:
         PlacementError: rows and weights are cut in ways that do not match.
@@ -136,7 +167,7 @@ class _Send(torch.autograd.Function):
             [],
             (math.prod(routes.shape), pairs.shape[-1]),
             pairs.dtype,
-            _mapped(pairs, routes, {pairs.ndim - 1: 1}, lambda _: Shard(0)),
+            _mapped(pairs, routes, {pairs.ndim - 1: 1}, lambda _: Shard(0), Shard(0)),
         )
         return _exchanged(rows, routes, is_back=False)
 
@@ -155,7 +186,7 @@ class _Bring(torch.autograd.Function):
         if routes.layout is not None:
             home = routes.layout.placements
             shape = LocalShape(list(routes.shape), layout_record(routes.layout))
-            placements = _mapped(rows, routes, {1: len(routes.shape)}, lambda axis: home[axis])
+            placements = _mapped(rows, routes, {1: len(routes.shape)}, lambda axis: home[axis], Partial())
         return _call(
             "rows_put",
             [rows, routes.order],
@@ -251,7 +282,7 @@ def _of_axes(
     table: dict[tuple[Placement, Placement], Placement],
     where_cut: Placement,
 ) -> Placements:
-    """The placements of a product. ``where_cut`` on axes that cut the tokens; ``Shard(0)`` where experts are cut.
+    """The placements of a product. ``where_cut`` on axes that cut tokens alone; ``Shard(0)`` where experts are cut.
 
     Raises:
         PlacementError: there is none on some axis.
@@ -262,7 +293,7 @@ def _of_axes(
     pairs = zip(first._spec.layout.placements, second._spec.layout.placements, strict=True)
     for axis, pair in enumerate(pairs):
         is_rows = table is _OUTER
-        if axis == routes.axis:
+        if routes.cuts_experts(axis):
             found: Placement | None = Shard(0) if pair == (Shard(0), Shard(0)) else None
         elif routes.is_cut(axis):
             found = where_cut if pair == (Shard(0), Shard(0) if is_rows else _R) else None
@@ -277,31 +308,46 @@ def _of_axes(
     return tuple(result)
 
 
-def _rows_like(choices: Any) -> Placements:
+def _rows_like(choices: Any, held: tuple[int, ...]) -> Placements:
     """The placements of what has a row for each pair."""
     if not isinstance(choices, Tensor):
         return ()
-    return tuple(Shard(0) if isinstance(p, Shard) else Replicate() for p in choices.placements)
+    return tuple(
+        Shard(0) if isinstance(p, Shard) or axis in held else Replicate()
+        for axis, p in enumerate(choices.placements)
+    )
 
 
-def _mapped(tensor: Any, routes: Routes, dims: dict[int, int], where_cut: Any) -> Placements:
+def _mapped(
+    tensor: Any, routes: Routes, dims: dict[int, int], where_cut: Any, where_held: Placement
+) -> Placements:
     """Placements between pairs and rows: ``where_cut(axis)`` where tokens are cut, else as they are, in other dims."""
     if routes.layout is None:
         return ()
     return tuple(
-        where_cut(axis) if routes.is_cut(axis) else Shard(dims[p.dim], p.unit) if isinstance(p, Shard) else p
+        where_cut(axis)
+        if routes.is_cut(axis)
+        else where_held
+        if axis in routes.held
+        else Shard(dims[p.dim], p.unit)
+        if isinstance(p, Shard)
+        else p
         for axis, p in enumerate(tensor._spec.layout.placements)
     )
 
 
 def _placed_as_choices(pairs: Any, routes: Routes) -> Any:
-    """Pairs cut as their tokens; elsewhere whole, terms of a sum, or cut by features."""
+    """Pairs cut as their tokens, whole where experts are held; elsewhere also terms of a sum, or cut by features."""
     if routes.layout is None:
         return pairs
     last = pairs.ndim - 1
     wanted = tuple(
-        home if isinstance(home, Shard) else Replicate() if isinstance(p, Shard) and p.dim != last else p
-        for home, p in zip(routes.layout.placements, pairs.placements, strict=True)
+        home
+        if isinstance(home, Shard)
+        else Replicate()
+        if axis in routes.held or (isinstance(p, Shard) and p.dim != last)
+        else p
+        for axis, (home, p) in enumerate(zip(routes.layout.placements, pairs.placements, strict=True))
     )
     return pairs if wanted == pairs.placements else pairs.redistribute(placements=wanted)
 
@@ -333,11 +379,13 @@ def _call(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     placements: Placements,
+    key: tuple[int, ...] = (),
 ) -> Any:
     """One op of ours on tensors of one mesh, and then constants. On plain tensors its kernel runs here.
 
     Args:
         shape, dtype, placements: of the result.
+        key: what the constants depend on, beside the tensors and the result.
     """
     if not isinstance(tensors[0], Tensor):
         return find_kernel(f"dtorch::{op}").function(*tensors, *constants)
@@ -347,8 +395,8 @@ def _call(
     mesh = given[0]._spec.layout.mesh
     result = intern_spec(shape, dtype, Layout(mesh, placements))
     numbers = tuple(x for x in constants if isinstance(x, int))  # the others follow from the specs
-    key = (op, *(x._spec for x in given), result, numbers)
-    entry = graph.entries.get(key)
+    call = (op, *(x._spec for x in given), result, numbers, key)
+    entry = graph.entries.get(call)
     if entry is None:
         plan = OpPlan(
             op=f"dtorch::{op}",
@@ -356,6 +404,6 @@ def _call(
             layouts=tuple(x._spec.layout for x in given),
             outputs=(NewOutput(result),),
         )
-        entry = graph.entries[key] = make_entry(graph.session, plan, op, len(given))
+        entry = graph.entries[call] = make_entry(graph.session, plan, op, len(given))
     location = capture(sys._getframe(1), graph.thread_id)
     return issue(given[0]._symbol_class, entry, graph, given, location)

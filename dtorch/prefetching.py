@@ -18,7 +18,7 @@ from dtorch_runtime.ir.placement import Placement, Placements, Replicate, Shard
 
 #: Placements of a batch: one for each axis, or by the names of axes.
 BatchPlacements: TypeAlias = Sequence[Placement] | Mapping[str, Placement]
-_DP_AXIS = "dp"
+_BATCH_AXES = ("dp", "ep")
 
 
 class Prefetcher:
@@ -69,7 +69,7 @@ class Prefetcher:
             return (Replicate(),) * mesh.ndim
         given = self._placements
         if given is None:
-            given = {_DP_AXIS: Shard(0)} if mesh.has_axis(_DP_AXIS) else {}
+            given = {axis: Shard(0) for axis in _BATCH_AXES if mesh.has_axis(axis)}
         if isinstance(given, Mapping):
             by_axis = {mesh.axis(name): placement for name, placement in given.items()}
             given = [by_axis.get(axis, Replicate()) for axis in range(mesh.ndim)]
@@ -93,7 +93,7 @@ def prefetch(
         loader: gives batches; it may be iterated over once for each epoch.
         device_mesh: the graph's default mesh when None.
         placements: one for each axis, or a dict by names of axes, the others being Replicate(). When None, rows
-            (dim 0) are cut over an axis named ``dp``.
+            (dim 0) are cut over axes named ``dp`` and ``ep``.
         num_ahead: how many batches are sent before they are asked for.
 
     Raises:

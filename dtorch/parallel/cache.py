@@ -12,7 +12,7 @@ from torch import nn
 
 from dtorch.attention import sequence_axes
 from dtorch.factory import zeros
-from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, has_ranks
+from dtorch.parallel.tp_plan import BATCH_AXES, TP_AXIS, has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import UnsupportedError
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -31,7 +31,7 @@ def static_cache(model: nn.Module, max_cache_len: int, batch_size: int = 1) -> A
     Args:
         model: a Hugging Face decoder that ``parallelize`` has put on a mesh.
         max_cache_len: the most tokens, those of the prompt counted.
-        batch_size: sequences at once; cut along the axis ``dp``.
+        batch_size: sequences at once; cut along the axes ``dp`` and ``ep``.
 
     Returns:
         The cache; keys and values of each layer are of global shape (batch_size, key/value heads, max_cache_len,
@@ -90,7 +90,7 @@ class _Home:
 
 
 def _placements(home: _Home) -> list[Placement]:
-    cut: dict[str, Placement] = {DP_AXIS: Shard(0)}
+    cut: dict[str, Placement] = dict.fromkeys(BATCH_AXES, Shard(0))
     if home.cuts_heads:
         cut[TP_AXIS] = Shard(1)
     if home.cuts_tokens:
@@ -146,7 +146,7 @@ def _reduced(states: Any) -> Any:
     names = states.device_mesh.mesh_dim_names or ("",) * states.device_mesh.ndim
     return states.redistribute(
         placements=[
-            p if not isinstance(p, Partial) else Shard(0) if name == DP_AXIS else Replicate()
+            p if not isinstance(p, Partial) else Shard(0) if name in BATCH_AXES else Replicate()
             for name, p in zip(names, states.placements, strict=True)
         ]
     )

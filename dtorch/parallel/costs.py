@@ -24,11 +24,12 @@ from dtorch.parallel.exchanges import (
     module_exchanges,
     moved_bytes,
 )
-from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, ModuleFacts, ModulePlan, has_ranks
+from dtorch.parallel.expert_traffic import axes_of_experts, expert_exchanges
+from dtorch.parallel.tp_plan import DP_AXIS, ModuleFacts, ModulePlan
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.layout import Layout, local_shape, num_elements
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.ir.placement import Partial, Shard
+from dtorch_runtime.ir.placement import Partial, Replicate
 
 #: Multiplications of a linear layer in training, by those of its forward pass: input and weight have gradients.
 _TRAINING_PASSES: Final = 3
@@ -212,7 +213,11 @@ class CostModel:
     def _flops(self, facts: ModuleFacts, plan: ModulePlan) -> float:
         if facts.kind not in ("linear", "conv1d", "experts"):
             return 0.0
-        num_rows = _largest(self.step.work.shape(1), activation_layout(self.mesh))
+        # Those of experts come from all that have others, whose tokens go to each alike.
+        cut = [] if facts.kind != "experts" else axes_of_experts(next(iter(plan.placements.values())))
+        names = self.mesh.mesh_dim_names or ()
+        tokens = activation_layout(self.mesh, {names[axis]: Replicate() for axis in cut})
+        num_rows = _largest(self.step.work.shape(1), tokens)
         passes = _TRAINING_PASSES if self.step.is_training else 1
         size = 0.0
         for name, shape in facts.weights.items():
@@ -230,25 +235,9 @@ class CostModel:
         every = [
             *module_exchanges(facts, plans, self.mesh, work),
             *attention_exchanges(facts, plans, self.mesh, work),
-            *(exchange for f in facts for exchange in self._of_experts(f, plans[f.name])),
+            *expert_exchanges(facts, plans, self.mesh, work, self.step.num_experts_per_token),
         ]
         yield from (e for e in every if self.step.is_training or e.phase == "forward")
-
-    def _of_experts(self, facts: ModuleFacts, plan: ModulePlan) -> Iterator[Exchange]:
-        """Their results are added over ``tp``, and so are the gradients of what they were given."""
-        if facts.kind != "experts" or not has_ranks(self.mesh, TP_AXIS):
-            return
-        axis = self.mesh.axis(TP_AXIS)
-        cut = [n for n, p in plan.placements.items() if p[axis] == Shard(2) and len(facts.weights[n]) == 3]
-        for name in cut:
-            shape = self.step.work.shape(facts.weights[name][1])
-            ends = (
-                activation_layout(self.mesh, {TP_AXIS: Partial("sum")}),
-                activation_layout(self.mesh),
-            )
-            moved = moved_bytes(shape, self.step.work.itemsize_bytes, *ends)
-            yield Exchange(facts.name, "forward", "all-reduce", (TP_AXIS,), moved)
-            yield Exchange(facts.name, "backward", "all-reduce", (TP_AXIS,), moved)
 
     # ---- what training adds: stages of ZeRO cut it over ``dp`` ----
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from dtorch.attention import sequence_axes
 from dtorch.parallel.costs import ClusterCosts, CostModel, Step, Weight
 from dtorch.parallel.cuts import ShardedParameters
 from dtorch.parallel.exchanges import Workload
-from dtorch.parallel.facts import AutoPlan, auto_plan, base_prefix, collect_facts
+from dtorch.parallel.facts import AutoPlan, auto_plan, base_prefix, collect_facts, experts_per_token
 from dtorch.parallel.found import Found
 from dtorch.parallel.measure import measure
 from dtorch.parallel.search import Space, search
@@ -144,16 +144,18 @@ def _choose(model: nn.Module, mesh: DeviceMesh, facts: Sequence[ModuleFacts], pl
 def _space(model: nn.Module, auto: Decision, request: SearchRequest, work: Workload) -> Space:
     """What a search for a plan of ``model`` chooses from. Costs that were not given are measured."""
     facts, stages, first = auto.facts, auto.stages, auto.stages.meshes[0]
-    axes = [*(axis for axis in (DP_AXIS, TP_AXIS) if has_ranks(first, axis)), *sequence_axes(first)]
+    axes = [
+        *(axis for axis in (DP_AXIS, EP_AXIS, TP_AXIS) if has_ranks(first, axis)),
+        *sequence_axes(first),
+    ]
     if request.costs is not None:
         request.costs.check_axes(axes)
     costs = request.costs or measure(first, axes)
-    config: Any = getattr(model, "config", None)
     step = Step(
         work=work,
         is_training=request.training is not False,
         optimizer_bytes=request.optimizer_bytes,
-        num_experts_per_token=getattr(config, "num_experts_per_tok", None) or 1,
+        num_experts_per_token=experts_per_token(model),
     )
     weights = {id(p): Weight(p.dtype.itemsize, p.requires_grad) for p in model.parameters()}
     prefix = base_prefix(model)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from dtorch.parallel.tp_plan import (
-    DP_AXIS,
+    BATCH_AXES,
     PP_AXIS,
     TP_AXIS,
     ModuleFacts,
@@ -52,13 +52,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective of a step: for which module or parameter, over which axes, bytes into the busiest device."""
+    """One collective of a step: for which module or parameter, over which axes, bytes into the busiest device.
+
+    How many bytes may depend on data; ``is_expected`` ones are those where experts are all chosen alike.
+    """
 
     name: str
     phase: Phase
     kind: str
     axes: tuple[str, ...]
     num_bytes: int
+    is_expected: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -70,7 +74,9 @@ def moved_bytes(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, tar
 
 def activation_layout(mesh: DeviceMesh, on_axis: Mapping[str, Placement] | None = None) -> Layout:
     """Of an activation [batch, sequence, features]: cut by batch and by sequence where the mesh has axes for it."""
-    usual: dict[str, Placement] = {DP_AXIS: Shard(0), **dict.fromkeys((*_ULYSSES, _RING), Shard(1))}
+    usual: dict[str, Placement] = dict.fromkeys(BATCH_AXES, Shard(0)) | dict.fromkeys(
+        (*_ULYSSES, _RING), Shard(1)
+    )
     usual |= on_axis or {}
     names = mesh.mesh_dim_names or ()
     return Layout(mesh, tuple(usual.get(name, Replicate()) for name in names))
@@ -119,7 +125,7 @@ def gradient_exchange(
     axes = tuple(
         axis
         for axis, placement in zip(mesh.mesh_dim_names or (), placements, strict=True)
-        if axis in (DP_AXIS, *_ULYSSES, _RING) and has_ranks(mesh, axis) and placement == Replicate()
+        if axis in (*BATCH_AXES, *_ULYSSES, _RING) and has_ranks(mesh, axis) and placement == Replicate()
     )
     if not axes:
         return None
@@ -186,7 +192,7 @@ def _of_attention(layer: _Attention, mesh: DeviceMesh, work: Workload) -> Iterat
         block = (
             work.batch_size * work.sequence_length * work.itemsize_bytes * (sum(layer.sizes) - layer.num_out)
         )
-        for other in (_RING, DP_AXIS, *_ULYSSES, *layer.on_tp):
+        for other in (_RING, *BATCH_AXES, *_ULYSSES, *layer.on_tp):
             block = -(-block // mesh.size(other)) if has_ranks(mesh, other) else block
         yield Exchange(layer.name, "forward", "ring", (_RING,), num_rounds * block)
         # Keys and values once more, and their gradients, which make one step more, to come home.

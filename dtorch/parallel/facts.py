@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -64,6 +65,12 @@ def _head_groups(model: nn.Module) -> Iterator[tuple[str, int]]:
         found = next((count for count in counts if isinstance(count, int) and count > 0), None)
         if found is not None:
             yield from ((f"{name}.{child}" if name else child, found) for child, _ in module.named_modules())
+
+
+def experts_per_token(model: nn.Module) -> int:
+    """How many experts a token goes to, by the configuration of the model; 1 where it does not say."""
+    config: Any = getattr(model, "config", None)
+    return getattr(config, "num_experts_per_tok", None) or 1
 
 
 def base_prefix(model: nn.Module) -> str:

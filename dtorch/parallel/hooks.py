@@ -18,7 +18,7 @@ from torch import nn
 from dtorch.factory import from_torch
 from dtorch.graph import Graph
 from dtorch.parallel.cache import place_caches
-from dtorch.parallel.tp_plan import DP_AXIS, TP_AXIS, ModulePlan, has_ranks
+from dtorch.parallel.tp_plan import BATCH_AXES, TP_AXIS, ModulePlan, has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Placement, Placements, Replicate, Shard
@@ -95,8 +95,8 @@ def _add_entry_hooks(model: nn.Module, mesh: DeviceMesh, end: DeviceMesh, is_par
     """Make calls of ``model`` run on ``mesh``, whatever mesh the caller works on.
 
     Tensors among the arguments, in lists, tuples and dicts too, are brought to the mesh, and those that have the
-    batch as dim 0 are split along its ``dp`` axis. Masks stay whole: models look up rows of them by number, and where
-    they meet what is split each device uses its own rows. What the model returns goes back to the mesh of the
+    batch as dim 0 are split along its axes ``dp`` and ``ep``. Masks stay whole: models look up rows of them by number,
+    and where they meet what is split each device uses its own rows. What the model returns goes back to the mesh of the
     caller's main input, sharded along its batch or its sequence where that was, replicated otherwise; to ``end``,
     where a call of the model ends, for plain input.
     """
@@ -204,14 +204,18 @@ def find_main_input(
 
 def _bring(tensor: torch.Tensor, mesh: DeviceMesh, batch: int | None) -> torch.Tensor:
     is_batched = batch is not None and tensor.ndim > 1 and tensor.shape[0] == batch
-    on_dp: Placement = Shard(0) if is_batched and has_ranks(mesh, DP_AXIS) else Replicate()
+    cut = Shard(0) if is_batched else Replicate()
+    wanted = {
+        axis: cut if has_ranks(mesh, axis) else Replicate() for axis in BATCH_AXES if mesh.has_axis(axis)
+    }
+    if isinstance(tensor, Tensor) and tensor.device_mesh == mesh:
+        return tensor.redistribute_by_dict(wanted) if wanted else tensor
+    placements = [wanted.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
     if isinstance(tensor, Tensor):
-        if tensor.device_mesh == mesh:
-            return tensor.redistribute_by_dict({DP_AXIS: on_dp}) if mesh.has_axis(DP_AXIS) else tensor
-        return tensor.redistribute(device_mesh=mesh, placements=_on_dp(mesh, on_dp))
+        return tensor.redistribute(device_mesh=mesh, placements=placements)
     if tensor.ndim == 0 or tensor.device.type != "cpu":
         return tensor
-    return from_torch(tensor, device_mesh=mesh, placements=_on_dp(mesh, on_dp))
+    return from_torch(tensor, device_mesh=mesh, placements=placements)
 
 
 def _give_back(tensor: torch.Tensor, end: DeviceMesh, caller: _Caller) -> torch.Tensor:
@@ -222,7 +226,3 @@ def _give_back(tensor: torch.Tensor, end: DeviceMesh, caller: _Caller) -> torch.
     if caller.placements is not None:
         placements = [caller.kept(placement, tensor) for placement in caller.placements]
     return tensor.redistribute(device_mesh=target, placements=placements)
-
-
-def _on_dp(mesh: DeviceMesh, placement: Placement) -> list[Placement]:
-    return [placement if name == DP_AXIS else Replicate() for name in mesh.mesh_dim_names or ()]

@@ -18,17 +18,16 @@ from dtorch.parallel.exchanges import (
     gradient_exchange,
     module_exchanges,
 )
+from dtorch.parallel.expert_traffic import expert_exchanges
+from dtorch.parallel.facts import experts_per_token
 from dtorch.parallel.found import Found
 from dtorch.parallel.report import aligned, folded_name, size_text
 from dtorch.parallel.stages import Stages
 from dtorch.parallel.tp_plan import (
-    EP_AXIS,
-    TP_AXIS,
     ModuleFacts,
     ModulePlan,
     Plan,
     features_of,
-    has_ranks,
 )
 from dtorch_runtime.ir.layout import Layout, local_shape, num_elements
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -153,11 +152,15 @@ def describe_plan(model: nn.Module, decision: Decision, mesh: DeviceMesh, work: 
         *boundary_exchanges(_path(facts, stages), work),
     ]
     by_module: dict[str, list[Exchange]] = {}
-    for exchange in module_exchanges(facts, plans, first, work):
+    of_modules = (
+        *module_exchanges(facts, plans, first, work),
+        *expert_exchanges(facts, plans, first, work, experts_per_token(model)),
+    )
+    for exchange in of_modules:
         by_module.setdefault(exchange.name, []).append(exchange)
     notes = decision.notes
-    if any(f.kind == "experts" for f in facts) and any(has_ranks(first, axis) for axis in (TP_AXIS, EP_AXIS)):
-        notes = ("what experts exchange depends on the tokens, and is not counted", *notes)
+    if any(exchange.is_expected for exchange in of_modules):
+        notes = ("expected bytes are those of tokens that go to all experts alike", *notes)
     rows = tuple(_rows(model, stages, plans, by_module))
     return ModelPlan(rows, tuple(others), dict(decision.plan), mesh, work, notes, decision.found)
 
@@ -231,11 +234,12 @@ def _pattern(name: str) -> str:
 
 def _summed(exchanges: list[Exchange], phase: Phase) -> str:
     """``2 x all-reduce over tp, 3.1 MB``."""
-    kinds: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    kinds: dict[tuple[str, tuple[str, ...], bool], list[int]] = {}
     for exchange in exchanges:
         if exchange.phase == phase:
-            kinds.setdefault((exchange.kind, exchange.axes), []).append(exchange.num_bytes)
+            key = exchange.kind, exchange.axes, exchange.is_expected
+            kinds.setdefault(key, []).append(exchange.num_bytes)
     return "; ".join(
-        f"{len(sizes)} x {kind} over {', '.join(axes)}, {size_text(sum(sizes))}"
-        for (kind, axes), sizes in kinds.items()
+        f"{len(sizes)} x {kind} over {', '.join(axes)}, {size_text(sum(sizes))}{' expected' * is_expected}"
+        for (kind, axes, is_expected), sizes in kinds.items()
     )

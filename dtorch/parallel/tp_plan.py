@@ -36,8 +36,10 @@ from dtorch_runtime.ir.placement import Partial, Placement, Placements, Replicat
 DP_AXIS: Final = "dp"
 TP_AXIS: Final = "tp"
 PP_AXIS: Final = "pp"
-#: Cuts experts, so ``parallelize`` takes it for models that have some.
+#: Cuts experts, so ``parallelize`` takes it for models that have some. For all else it is one more ``dp``.
 EP_AXIS: Final = "ep"
+#: The axes that cut the batch.
+BATCH_AXES: Final = (DP_AXIS, EP_AXIS)
 #: The axes that ``parallelize`` knows what to do with.
 AXES: Final = (DP_AXIS, TP_AXIS, PP_AXIS, "ulysses_cp", "ulysess_cp", "ring_cp")
 
@@ -241,16 +243,21 @@ def _plan_experts(
         dim = EXPERT_STYLES[entry]
         is_cut = dim is not None and dim < len(shape) and has_ranks(mesh, TP_AXIS)
         on_tp = _on_tp(mesh, Shard(dim) if dim is not None and is_cut else Replicate())
-        placements[name] = _experts_on_ep(on_tp, mesh)
+        placements[name] = _experts_on_ep(on_tp, mesh, shape[0])
     return ModulePlan(style if isinstance(style, str) else "placements", placements)
 
 
-def _experts_on_ep(placements: Placements, mesh: DeviceMesh) -> Placements:
-    """Dim 0 of every parameter of experts are the experts."""
+def _experts_on_ep(placements: Placements, mesh: DeviceMesh, num_experts: int) -> Placements:
+    """Dim 0 of every parameter of experts are the experts. Where there are enough, ``tp`` cuts it too, not features.
+
+    Then each expert has the whole of a row, and nothing has to be exchanged inside of it.
+    """
     if not has_ranks(mesh, EP_AXIS):
         return placements
+    num_parts = mesh.size(EP_AXIS) * (mesh.size(TP_AXIS) if mesh.has_axis(TP_AXIS) else 1)
+    is_enough = num_experts >= num_parts
     return tuple(
-        Shard(0) if name == EP_AXIS else placement
+        Shard(0) if name == EP_AXIS or (is_enough and isinstance(placement, Shard)) else placement
         for name, placement in zip(mesh.mesh_dim_names or (), placements, strict=True)
     )
 

@@ -22,6 +22,13 @@ def expert_counts(choices: torch.Tensor, num_experts: int, num_dims: int) -> tor
     return counts.reshape([1] * num_dims + [num_experts])
 
 
+@kernel("own_choices")
+def own_choices(choices: torch.Tensor, num_experts: int, first: int, number: Sequence[int]) -> torch.Tensor:
+    """The choices of the experts that are here, ``number[0]`` from ``first`` on; the others are dropped."""
+    is_here = (choices >= first) & (choices < first + number[0])
+    return choices.masked_fill(~is_here, num_experts)
+
+
 @kernel("expert_order")
 def expert_order(choices: torch.Tensor, num_experts: int) -> torch.Tensor:
     """The kept pairs, sorted by expert: [kept pairs], int64."""

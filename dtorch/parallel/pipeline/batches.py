@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtorch.factory import from_torch
-from dtorch.parallel.tp_plan import DP_AXIS, has_ranks
+from dtorch.parallel.tp_plan import BATCH_AXES, has_ranks
 from dtorch.tensors import Tensor
 from dtorch_runtime.errors import SettingError
 from dtorch_runtime.ir.mesh import DeviceMesh
@@ -74,12 +74,13 @@ def _whole_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _placements_on(mesh: DeviceMesh, tensor: torch.Tensor) -> list[Placement]:
-    """Rows on ``dp``; on other axes as it is placed, its sequence say."""
+    """Rows on ``dp`` and ``ep``; on other axes as it is placed, its sequence say."""
     placements: list[Placement] = [Replicate()] * mesh.ndim
     if isinstance(tensor, Tensor):
         placements = _as_placed(tensor.device_mesh, tensor.placements, mesh)
-    if has_ranks(mesh, DP_AXIS):
-        placements[mesh.axis(DP_AXIS)] = Shard(0)
+    for axis in BATCH_AXES:
+        if has_ranks(mesh, axis):
+            placements[mesh.axis(axis)] = Shard(0)
     return placements
 
 

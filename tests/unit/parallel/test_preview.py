@@ -120,10 +120,27 @@ def test_a_model_without_attention_or_a_plan_has_rows_too() -> None:
     assert [exchange.num_bytes for exchange in plan.others] == [3 * 5 * 6 * 4] * 2
 
 
-def test_what_experts_exchange_is_said_not_to_be_counted() -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "forward", "backward"),
+    [
+        # Of 8 x 16 tokens a device has 64, and gets 64 others with the numbers and weights of two experts; terms of
+        # 64 come back. So do gradients, those of the weights too.
+        (2, [64 * 32 * 4, 64 * 2 * 8, 64 * 2 * 4, 64 * 32 * 4], [64 * 32 * 4, 64 * 32 * 4, 64 * 2 * 4]),
+        # A device has 32. Of the others' 96 x 2 pairs a quarter is for its expert; of its own, the rest is for others.
+        (4, [3 * 4 * 8, 48 * 32 * 4, 48 * 32 * 4], [48 * 32 * 4, 48 * 32 * 4]),
+    ],
+)
+def test_what_experts_exchange(num_ranks: int, forward: list[int], backward: list[int]) -> None:
     with torch.device("meta"):
-        model = FAMILIES["mixtral"].build()
-    plan = dtorch.plan(model, mesh([0, 1], "ep"))
+        model = FAMILIES["mixtral"].build(num_local_experts=4, num_experts_per_tok=2)
+    on = mesh(list(range(num_ranks)), "ep")
+    plan = dtorch.plan(model, on, batch_size=8, sequence_length=16)
     row = next(row for row in plan.rows if row.name.endswith("experts.down_proj"))
-    assert row.bytes_by_device == {0: 2 * 32 * 48 * 4, 1: 2 * 32 * 48 * 4}
-    assert "not counted" in str(plan)
+    assert row.bytes_by_device == dict.fromkeys(on.devices, 4 // num_ranks * 32 * 48 * 4)
+    for phase, expected in (("forward", forward), ("backward", backward)):
+        found = [e for e in plan.exchanges(phase) if e.name == "model.layers.0.mlp.experts"]
+        assert [exchange.num_bytes for exchange in found] == expected
+        assert {exchange.axes for exchange in found} == {("ep",)}
+    travels = num_ranks > 2
+    assert any(exchange.is_expected for exchange in plan.exchanges()) == travels
+    assert ("expected bytes are those of tokens that go to all experts alike" in str(plan)) == travels
