@@ -43,8 +43,8 @@ class Parameter:
 
 
 _UNSAID_WRITES = {"aten::native_batch_norm": ("running_mean", "running_var")}
-
-
+#: What kernels do not write to though the schema says so.
+_ONLY_READS = {"aten::_fused_adagrad_": ("state_steps",)}
 _KEEP_GAPS = ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter")
 
 
@@ -62,7 +62,8 @@ class Op:
             Parameter(
                 a.name,
                 _tensor_kind(str(a.type)),
-                bool(a.alias_info and a.alias_info.is_write),
+                bool(a.alias_info and a.alias_info.is_write)
+                and a.name not in _ONLY_READS.get(schema.name, ()),
                 a.default_value if a.has_default_value() else None,
             )
             for a in schema.arguments

@@ -160,3 +160,8 @@ _foreach(
 )
 register(full_names("_foreach_copy_"), ForeachRule())
 register_shape(full_names("_foreach_copy_"), _foreach_shape)
+
+# They also write to the gradients, where these are scaled.
+_fused = full_names("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_")
+register(_fused, ForeachRule())
+register_shape(_fused, _foreach_shape)

@@ -19,7 +19,7 @@ from dtorch_runtime.ir.placement import Partial, Placement, Replicate, Shard
 from dtorch_runtime.ir.records import layout_to_record
 from dtorch_runtime.passes.body import Body
 from dtorch_runtime.passes.memory import Memory
-from dtorch_runtime.passes.transfers import Transfer, read_transfer, transfer_template
+from dtorch_runtime.passes.transfers import Transfer, read_transfer, transfer_arg, transfer_template
 from dtorch_runtime.wire.records import Arg, ListArg, LocalShape, Slot, TemplateRecord, TransferArg
 
 PACK: Final = "dtorch::pack"
@@ -29,6 +29,9 @@ UNPACK: Final = "dtorch::unpack"
 SMALL_BYTES: Final = 32 * 1024
 #: Of all that one bucket holds. Larger ones would start later, and be planned otherwise than their parts.
 BUCKET_BYTES: Final = 512 * 1024
+#: Among CPU devices of one agent, calls that move less run in one thread: there a small redistribution costs less than
+#: the two copies. In others each is a meeting of threads.
+MEETINGS_BYTES: Final = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,9 @@ class _Member:
 def fill_buckets(body: Body) -> Body:
     """The body with small redistributions of a kind together, where none is then later than its first reader.
 
-    Not where all devices are CPU devices of one agent: there a small redistribution costs less than the two copies.
+    Not where all devices are CPU devices of one agent, and little is moved: ``MEETINGS_BYTES``.
     """
-    if _is_in_one_process(body):
+    if _is_in_one_process(body) and _moved_bytes(body) < MEETINGS_BYTES:
         return body
     spare = iter(body.spare_values())
     taken: dict[int, None] = {}
@@ -80,6 +83,12 @@ def _is_in_one_process(body: Body) -> bool:
         body.node_of.get(device, ("of", device)) for mesh in body.meshes.values() for device in mesh.devices
     }
     return len(nodes) == 1 and all(mesh.device_type == "cpu" for mesh in body.meshes.values())
+
+
+def _moved_bytes(body: Body) -> int:
+    """Of the tensors that are moved, whole."""
+    found = (transfer_arg(op.template) for op in body.ops)
+    return sum(num_elements(arg.shape) * _itemsize_bytes(arg.dtype) for arg in found if arg is not None)
 
 
 def num_joined(before: Body, after: Body) -> int:

@@ -30,6 +30,7 @@ MESHES: dict[str, tuple[Any, tuple[str, ...]]] = {
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, fused=True),
 }
 
 
@@ -128,7 +129,8 @@ def test_losses_and_weights_are_those_of_one_device(
     for (key, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.to_torch(), expected.detach(), rtol=1e-4, atol=1e-5, msg=key)
         pieces = pieces_of(parameter, "dp") if stage < 3 else parameter.placements
-        state = [v for v in optimizer.state[parameter].values() if isinstance(v, dtorch.Tensor)]
+        tensors = [v for v in optimizer.state[parameter].values() if isinstance(v, dtorch.Tensor)]
+        state = [value for value in tensors if value.shape == parameter.shape]  # a number of steps is not cut
         assert state
         assert pieces is None or {value.placements for value in state} == {pieces}, key
 

@@ -21,6 +21,17 @@ def real(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=_generator, dtype=torch.float64)
 
 
+def _rising(num_lists: int) -> list[list[torch.Tensor]]:
+    """Lists of a matrix and a vector, as optimizers have them."""
+    return [
+        [
+            torch.linspace(0.1, 1 + index, size, dtype=torch.float64).view(shape)
+            for size, shape in ((12, (3, 4)), (5, (5,)))
+        ]
+        for index in range(num_lists)
+    ]
+
+
 def whole_numbers(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, high, shape, generator=_generator)
 
@@ -359,6 +370,43 @@ FOREACH = [
     call(aten._foreach_addcmul_.Scalar, [real(3, 4)], [real(3, 4)], [real(3, 4)], 0.5),
     call(aten._foreach_addcdiv_.ScalarList, [real(3, 4)], [real(3, 4)], [real(3, 4).abs() + 1], [0.5]),
     call(aten._foreach_div_.ScalarList, [real(3, 4), real(5)], [2.0, 3.0]),
+    *(
+        call(
+            adam.default,
+            *_rising(4),
+            [],
+            [torch.ones(()), torch.ones(())],
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+        for adam in (aten._fused_adam_, aten._fused_adamw_)
+    ),
+    call(
+        aten._fused_sgd_.default,
+        *_rising(3),
+        weight_decay=0.1,
+        momentum=0.9,
+        lr=0.1,
+        dampening=0.0,
+        nesterov=True,
+        maximize=False,
+        is_first_step=False,
+    ),
+    call(
+        aten._fused_adagrad_.default,
+        *_rising(3),
+        [torch.ones(()), torch.ones(())],
+        lr=0.1,
+        lr_decay=0.1,
+        weight_decay=0.1,
+        eps=1e-8,
+        maximize=False,
+    ),
     call(aten._foreach_copy_.default, [real(3, 4)], [real(3, 4)]),
 ]
 EXPERTS = [

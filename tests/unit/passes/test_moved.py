@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dtorch_runtime.passes import bucket
 from dtorch_runtime.wire.records import TransferArg
 from tests.support.bodies import BodyWriter
 
@@ -30,6 +31,14 @@ def test_small_gathers_become_one():
     b = body("S0 S1")
     b.op("add", b.move(1, "S0", "R"), b.move(2, "S1", "R"), out=3)
     assert b.shown("bucket") == ["6 = pack 1 2", "7 = S0->R 6", "4 5 = unpack 7", "3 = add 4 5"]
+
+
+@pytest.mark.parametrize(("num_bytes", "num_joined"), [(256, 2), (257, 0)])
+def test_in_one_agent_it_depends_on_how_much_is_moved(monkeypatch, num_bytes, num_joined):
+    monkeypatch.setattr(bucket, "MEETINGS_BYTES", num_bytes)
+    b = body("P P")
+    devices_of_one_agent(b)
+    assert str(b.rewritten("bucket")) == f"bucket joined {num_joined}"
 
 
 def test_a_bucket_stands_where_its_last_input_is_made():
