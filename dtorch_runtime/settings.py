@@ -15,7 +15,7 @@ from dtorch_runtime.errors import SettingError
 OTHER_VARIABLES = frozenset(("DTORCH_ADDRESS", "DTORCH_KEYS", "DTORCH_SESSION_KEY"))
 #: Passes over captured calls, in the order in which they run.
 #: ``compile`` has a setting of its own.
-PASS_NAMES = ("dead", "common", "redistribute", "bucket", "reorder", "tile", "reuse")
+PASS_NAMES = ("dead", "common", "redistribute", "bucket", "reorder", "reuse")
 #: Unknown variables that were warned of; each is once.
 _warned: set[str] = set()
 

@@ -19,7 +19,6 @@ from dtorch_runtime.passes.redistribute import fuse_redistributes, num_fused
 from dtorch_runtime.passes.regions import form_regions, num_compiled
 from dtorch_runtime.passes.reorder import num_moved, reorder_transfers
 from dtorch_runtime.passes.reuse import num_reused, reuse_memory
-from dtorch_runtime.passes.tile import form_tiles, num_tiled
 from dtorch_runtime.wire.records import TemplateRecord
 
 
@@ -53,7 +52,6 @@ PASSES: Final[Mapping[str, Pass]] = {
     "redistribute": Pass(fuse_redistributes, "removed", num_fused, repeats=True),
     "bucket": Pass(fill_buckets, "joined", num_joined, repeats=False),
     "reorder": Pass(reorder_transfers, "moved", num_moved, repeats=False),
-    "tile": Pass(form_tiles, "joined", num_tiled, repeats=False),
     "compile": Pass(form_regions, "joined", num_compiled, repeats=False, is_exact=False),
     "reuse": Pass(reuse_memory, "changed", num_reused, repeats=False),
 }

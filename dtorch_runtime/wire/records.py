@@ -107,7 +107,7 @@ class TransferArg(msgspec.Struct, frozen=True, tag="transfer", tag_field="t"):
 
 
 class RegionStep(msgspec.Struct, frozen=True, array_like=True):
-    """An op among several that are one. ``inputs`` are values of that, which slots of ``args`` index."""
+    """An op in a region, with one result. ``inputs`` are values of the region, which slots of ``args`` index."""
 
     op: str
     args: list[Arg]
@@ -116,25 +116,11 @@ class RegionStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RegionArg(msgspec.Struct, frozen=True, tag="region", tag_field="t"):
-    """Several ops as one, each with one result. Its values are the op's inputs from 0, then the result of each step.
+    """Several ops as one. Its values are the op's inputs from 0, then the result of each step.
 
     ``outputs`` are the values that are the op's results.
     """
 
-    steps: list[RegionStep]
-    outputs: list[int]
-
-
-class TilesArg(msgspec.Struct, frozen=True, tag="tiles", tag_field="t"):
-    """Several ops on lists of ``num_positions`` items as one, which does a few positions at a time.
-
-    The op's other arguments are ``num_lists`` such lists, item by item, and then what is the same for all positions.
-    The values of the steps are these lists from 0, then what is for all, then for each step the list that it makes,
-    which is empty where it only writes. ``outputs`` are those that are the op's results, item by item.
-    """
-
-    num_positions: int
-    num_lists: int
     steps: list[RegionStep]
     outputs: list[int]
 
@@ -157,7 +143,6 @@ Arg: TypeAlias = (
     | LocalStart
     | TransferArg
     | RegionArg
-    | TilesArg
     | None
 )
 

@@ -31,7 +31,6 @@ from dtorch_runtime.wire.records import (
     ScalarSlot,
     Slot,
     TemplateRecord,
-    TilesArg,
     TransferArg,
 )
 from dtorch_runtime.worker.blobs import Blobs, check_plain, dtype_of
@@ -41,9 +40,9 @@ from dtorch_runtime.worker.kernels import Kernel
 
 @dataclass(slots=True, eq=False)
 class BoundRegion:
-    """Several ops as the constant of the one that they are on one device; ``run`` is made when it runs first."""
+    """A region as the constant of its op on one device; ``run`` is made when it runs first."""
 
-    arg: RegionArg | TilesArg
+    arg: RegionArg
     meshes: Mapping[int, DeviceMesh]
     device: int
     torch_device: torch.device
@@ -136,7 +135,7 @@ class Expressions:
                 return list(local_shape(shape, layout_from_record(layout, self._meshes), self._device))
             case LocalStart(shape, layout, dim):
                 return device_box(shape, layout_from_record(layout, self._meshes), self._device)[dim][0]
-            case RegionArg() | TilesArg():
+            case RegionArg():
                 return BoundRegion(arg, self._meshes, self._device, self._torch_device)
             case TransferArg():
                 raise InternalFailure(f"{self._record.op} takes no transfer; only dtorch::redistribute does")

@@ -56,8 +56,7 @@ def kernel_us(op: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.T
     """
     if not outputs or _is_view(inputs, outputs[0]):
         base, _, overload = op.partition(".")
-        writes = base.endswith("_") or base == "dtorch::tiles" or overload in ("out", "grad_input")
-        outputs = inputs[:1] if writes else ()
+        outputs = inputs[:1] if base.endswith("_") or overload in ("out", "grad_input") else ()
         if not outputs:
             return 0.0
     name = op.partition("::")[2].partition(".")[0]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dtorch_runtime.wire.records import TemplateRecord, TilesArg
+from dtorch_runtime.wire.records import TemplateRecord
 from dtorch_runtime.worker.arguments import Runner
 from dtorch_runtime.worker.blobs import Blobs
 
@@ -21,9 +21,11 @@ _FIRST_COPY = -1
 
 
 def is_overlap(record: TemplateRecord, error: Exception) -> bool:
-    """Whether an op that writes was refused because it reads what it writes to, before it wrote anything."""
-    writes_once = len(record.mutates) == 1 and not any(isinstance(arg, TilesArg) for arg in record.args)
-    return writes_once and _OVERLAP in str(error)
+    """Whether an op that writes was refused because it reads what it writes to, before it wrote anything.
+
+    One on lists may have written to the first ones.
+    """
+    return len(record.mutates) == 1 and _OVERLAP in str(error)
 
 
 def run_on_copies(

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import msgspec
 import torch
 
-from dtorch_runtime.wire.records import RegionArg, RegionStep, TemplateRecord
+from dtorch_runtime.wire.records import RegionArg, TemplateRecord
 from dtorch_runtime.worker.arguments import BoundRegion, Expressions
 from dtorch_runtime.worker.blobs import Poison
 from dtorch_runtime.worker.kernels import find_kernel, kernel
@@ -190,8 +190,7 @@ def make_region(bound: BoundRegion) -> Region:
         InternalFailure: an op is unknown or its arguments contradict themselves.
     """
     arg = bound.arg
-    assert isinstance(arg, RegionArg)
-    steps = [step_function(bound, step) for step in arg.steps]
+    steps = [_step(bound, place) for place in range(len(arg.steps))]
 
     def function(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = list(inputs)
@@ -202,19 +201,15 @@ def make_region(bound: BoundRegion) -> Region:
     return Region(arg, steps, function)
 
 
-def step_function(bound: BoundRegion, step: RegionStep) -> Callable[..., Any]:
-    """What an op of several does with its inputs.
-
-    Raises:
-        InternalFailure: the op is unknown or its arguments contradict themselves.
-    """
+def _step(bound: BoundRegion, place: int) -> Callable[..., torch.Tensor]:
+    step = bound.arg.steps[place]
     record = TemplateRecord(0, step.op, step.args, step.kwargs, len(step.inputs), 1, 0, [])
     names = [f"x{index}" for index in range(len(step.inputs))]
     expressions = Expressions(record, names, [], bound.meshes, bound.device, bound.torch_device, [])
     text = expressions.arguments()
     constants = {f"c{index}": value for index, value in enumerate(expressions.constants)}
     namespace: dict[str, Any] = {"fn": find_kernel(step.op).function, **constants}
-    found: Callable[..., Any] = eval(f"lambda {', '.join(names)}: fn({text})", namespace)
+    found: Callable[..., torch.Tensor] = eval(f"lambda {', '.join(names)}: fn({text})", namespace)
     return found
 
 

@@ -22,7 +22,6 @@ from dtorch_runtime.worker import (  # noqa: F401  register their kernels
     regions as _regions,
     route_kernels as _route_kernels,
     row_kernels as _row_kernels,
-    tiles as _tiles,
 )
 from dtorch_runtime.worker.kernels import find_kernel, kernel
 

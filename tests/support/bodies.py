@@ -51,7 +51,6 @@ def _view(op: str, *args: Arg, knows: bool = True) -> tuple[str, list[Arg], list
     return op, [Slot(0), *args], [0] if knows else None
 
 
-_FIRST, _SECOND = ListArg([Slot(0), Slot(1)]), ListArg([Slot(2), Slot(3)])
 _SIZES = {"flat": ListArg([2, 8]), "square": ListArg([4, 4])}
 #: Name -> op, arguments, and ``views``.
 _OPS: dict[str, tuple[str, list[Arg], list[int] | None]] = {
@@ -66,22 +65,6 @@ _OPS: dict[str, tuple[str, list[Arg], list[int] | None]] = {
     "flat": _view("aten::view", _SIZES["flat"]),
     "square": _view("aten::view", _SIZES["square"]),
     "random": ("aten::add.Scalar", [Slot(0), ScalarSlot(0)], [-1]),
-    "doubled": ("aten::_foreach_mul_.Scalar", [ListArg([Slot(0), Slot(1)]), 2.0], []),
-    "both": ("aten::_foreach_abs", [ListArg([Slot(0), Slot(1)])], [-1, -1]),
-    "sums": ("aten::_foreach_add.List", [_FIRST, _SECOND], [-1, -1]),
-    "added": ("aten::_foreach_add_.List", [_FIRST, _SECOND], []),
-    "scaled": ("aten::_foreach_mul_.Tensor", [_FIRST, Slot(2)], []),
-    "shifted": ("aten::_foreach_add_.Scalar", [_FIRST, ScalarSlot(0)], []),
-    "three": ("aten::_foreach_neg_", [ListArg([Slot(0), Slot(1), Slot(2)])], []),
-}
-#: The inputs that an op writes to.
-_WRITTEN = {
-    "neg_": [0],
-    "doubled": [0, 1],
-    "added": [0, 1],
-    "scaled": [0, 1],
-    "shifted": [0, 1],
-    "three": [0, 1, 2],
 }
 
 
@@ -120,9 +103,9 @@ class BodyWriter:
             fits: whether all tensors of an elementwise op are row by row in memory.
         """
         op, args, views = _OPS[name]
-        mutates = _WRITTEN.get(name, [])
-        num_outputs = 0 if mutates else len(views or [0])
-        scalars = range(self.num_scalars, self.num_scalars + (ScalarSlot(0) in args))
+        mutates = [0] if name == "neg_" else []
+        num_outputs = 2 if name == "max" else 1 - len(mutates)
+        scalars = range(self.num_scalars, self.num_scalars + (name == "random"))
         self.num_scalars += len(scalars)
         record = TemplateRecord(
             0,
@@ -349,9 +332,7 @@ def random_body(rng: random.Random, num_ops: int) -> RandomBody:
         chosen.append(choice)
         # The last ops make the outputs that are left, and some make theirs early.
         is_output = candidates and (num_ops < len(candidates) or rng.random() < 0.04)
-        if choice.kind == "doubled":
-            writer.op("doubled", choice.value, choice.other, mesh=mesh_of(values[choice.value].layout))
-        elif is_output and choice.kind != "neg_":
+        if is_output and choice.kind != "neg_":
             out = candidates.pop(0)
             values[out] = _write(writer, values, choice, out)
             outputs.append(values[out].layout)
@@ -367,7 +348,7 @@ def _choose(rng: random.Random, values: dict[int, _Made], unread: list[int], wri
     value = rng.choice(unread if unread and rng.random() < 0.8 else list(values))
     name, is_contiguous = values[value].layout, values[value].is_contiguous
     others = [other for other, made in values.items() if made.layout == name]
-    kinds = {"move": 8, "add": 3, "alias": 1, "neg_": int(writes), "doubled": 2 * writes}
+    kinds = {"move": 8, "add": 3, "alias": 1, "neg_": int(writes)}
     if not name.startswith("P"):
         kinds |= {"neg": 2, "relu": 2, "t": 2, "unknown": 1, "random": 1}
         if name.startswith("R") and is_contiguous:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dtorch_runtime.passes.rewrite import PASSES
-from dtorch_runtime.worker import tiles
 from tests.support.bodies import BodyRunner, random_body
 from tests.support.executors import Rig
 
@@ -20,8 +19,7 @@ NUM_SUBSETS = 6
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[BodyRunner]:
-    with Rig([range(3)]) as rig, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "TILE_BYTES", 1)
+    with Rig([range(3)]) as rig:
         yield BodyRunner(rig)
 
 
