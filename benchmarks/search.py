@@ -141,7 +141,7 @@ class Runner:
     def __init__(self, subject: Subject, mesh: dtorch.DeviceMesh, plan: Any, zero_stage: int = 0) -> None:
         torch.manual_seed(0)
         model: Any = dtorch.parallelize(subject.make(), mesh, plan)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         if zero_stage:
             dtorch.parallel.zero(model, optimizer, stage=zero_stage)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(0)
@@ -157,8 +157,7 @@ class Runner:
             optimizer.step()
             return loss.detach()
 
-        # Stages 1 and 2 of ZeRO let parameters stand for other values, which cannot be captured.
-        self.step = step if zero_stage or not subject.is_captured else dtorch.capture(step)
+        self.step = dtorch.capture(step) if subject.is_captured else step
         self.rates: list[float] = []
         for _ in range(4):
             self.step(*self.batch).item()

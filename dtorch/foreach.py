@@ -1,4 +1,4 @@
-"""``_foreach_*`` of tensors on several meshes, as optimizers of a model in stages call it: one op for each mesh."""
+"""Ops on lists of tensors on several meshes, as optimizers of a model in stages call them: one op for each mesh."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from dtorch.dispatch import special
 from dtorch_runtime.ir.mesh import DeviceMesh
 from dtorch_runtime.ir.placement import Replicate
 
+_LISTS = (
+    "aten::_foreach_",
+    "aten::_fused_adam_",
+    "aten::_fused_adamw_",
+    "aten::_fused_sgd_",
+    "aten::_fused_adagrad_",
+)
+
 
 def _overloads() -> list[Any]:
-    """All but norms, which go to one mesh: ``norms``."""
+    """``_foreach_*``, all but norms, which go to one mesh (``norms``); and fused optimizers."""
     names = [
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::_foreach_") and not name.startswith("aten::_foreach_norm")
+        if name.startswith(_LISTS) and not name.startswith("aten::_foreach_norm")
     ]
     return [
         getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -61,7 +61,7 @@ class Settings:
     #: Agents keep the memory that tensors have freed for later ones: quicker, and their resident size stays high.
     keep_memory: bool = True
     #: Bytes from other agents, to one device, from which on a redistribution runs beside ops that do not need it; 0:
-    #: never. Within an agent, eight times as many.
+    #: never. Within an agent, 32 times as many.
     beside_bytes: int = 128 * 1024
     #: Passes over a client's captured calls: names with commas between them, ``all`` or ``none``.
     passes: str = "all"

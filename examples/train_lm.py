@@ -90,7 +90,7 @@ def train(args: argparse.Namespace, mesh: dtorch.DeviceMesh) -> list[float]:
         dtorch.parallelize(stage, stage_mesh, plan={})
     loss_of = dnn.vocab_parallel_cross_entropy
     pipeline = Pipeline(stages, meshes, num_micro_batches=args.micro_batches, loss=loss_of)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=dtorch.tensor(args.lr), capturable=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=dtorch.tensor(args.lr), fused=True)
     if args.zero:
         dtorch.parallel.zero(model, optimizer, stage=args.zero)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warm_up))

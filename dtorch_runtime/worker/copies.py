@@ -7,6 +7,8 @@ import torch
 from dtorch_runtime.worker.blobs import Blob, Pending, Poison, UnderWay
 from dtorch_runtime.worker.streams.cpu import CpuEvent
 
+#: The copy worker takes values of so many times ``DTORCH_BESIDE_BYTES``: that long a copy is worth the way to it.
+COPY_FACTOR = 8
 #: What makes a value that the client sent, and its location id.
 UPLOADED = ("upload", 0)
 #: What is copied within some microseconds.

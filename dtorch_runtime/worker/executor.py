@@ -49,12 +49,12 @@ from dtorch_runtime.worker.collectives.base import Network
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
 from dtorch_runtime.worker.collectives.zeromq import ZmqNetwork
-from dtorch_runtime.worker.copies import is_quick_to_read
+from dtorch_runtime.worker.copies import COPY_FACTOR, is_quick_to_read
 from dtorch_runtime.worker.failures import InternalFailure, SessionEnded, asked_bytes_of
 from dtorch_runtime.worker.first_calls import make_first_calls
 from dtorch_runtime.worker.ledger import DeviceTotal
 from dtorch_runtime.worker.open_session import OpenSession
-from dtorch_runtime.worker.redistribute import INSIDE_FACTOR, Redistributor, TransferPlanner
+from dtorch_runtime.worker.redistribute import Redistributor, TransferPlanner
 from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.streams.base import Stream
 from dtorch_runtime.worker.streams.cpu import CpuStream
@@ -111,7 +111,7 @@ class WorkerExecutor:
         make_first_calls()
         self._settings = settings
         #: From how many bytes on a copy worker brings values to the host and from it.
-        self._copy_bytes = INSIDE_FACTOR * settings.beside_bytes
+        self._copy_bytes = COPY_FACTOR * settings.beside_bytes
         self._node = node_name
         self._device_type = device_type
         self._report = report

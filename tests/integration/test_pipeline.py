@@ -168,14 +168,17 @@ def test_each_micro_batch_has_numbers_of_its_own(batch: tuple[torch.Tensor, torc
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", ["pp=2", "dp=2 x pp=2"])
-def test_training_goes_as_on_one_device(name: str, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_training_goes_as_on_one_device(
+    name: str, is_fused: bool, batch: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     x, y = batch
     plain, meshes = layers(), meshes_of(name)
     model = nn.Sequential(*plain)
     stages = staged(plain, meshes)
     pipeline = Pipeline(stages, meshes, num_micro_batches=3, loss=F.cross_entropy, schedule="zero_bubble")
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, stages)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05, fused=is_fused) for each in (model, stages)]
     for _ in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
