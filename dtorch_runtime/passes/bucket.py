@@ -160,7 +160,9 @@ def _kind(transfer: Transfer) -> tuple[Hashable, int] | None:
     arg, source, target = transfer.arg, transfer.source, transfer.target
     if source.mesh != target.mesh or len(source.placements) != len(target.placements):
         return None
-    pairs = list(zip(source.placements, target.placements, strict=True))
+    # On an axis of one device every placement is as good as another.
+    sizes = zip(source.mesh.shape, source.placements, target.placements, strict=True)
+    pairs = [(old, new) if size > 1 else (Replicate(), Replicate()) for size, old, new in sizes]
     changed = [(old, new) for old, new in pairs if old != new]
     reduces = all(isinstance(old, Partial) and isinstance(new, Replicate) for old, new in changed)
     kept = [old for old, new in pairs if old == new]
@@ -237,11 +239,12 @@ def _unpack_args(bucket: Sequence[_Member]) -> list[Arg]:
         for size, old, new in zip(
             mesh_shape, transfer.source.placements, transfer.target.placements, strict=True
         ):
-            if isinstance(old, Shard) and old != new:
+            if size > 1 and isinstance(old, Shard) and old != new:
                 dim, num_pieces = old.dim, size
         dims.append(dim)
     return [Slot(0), ListArg(shapes), ListArg(dims), num_pieces]
 
 
 def _flattened(layout: Layout) -> Layout:
-    return Layout(layout.mesh, tuple(map(_flat, layout.placements)))
+    pairs = zip(layout.mesh.shape, layout.placements, strict=True)
+    return Layout(layout.mesh, tuple(_flat(p) if size > 1 else Replicate() for size, p in pairs))

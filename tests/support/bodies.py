@@ -28,7 +28,7 @@ from tests.support.executors import SESSION, Rig
 SHAPE = (4, 4)
 #: By the ids that a ``Rig`` gives them when it is asked in this order.
 MESHES = {1: DeviceMesh("cpu", [0, 1]), 2: DeviceMesh("cpu", [1, 2]), 3: DeviceMesh("cpu", [[0], [1]])}
-_MESH_OF = {"'": 2, "|": 3}
+_MESH_OF = {"'": 2, "|": 3, "!": 3}
 _PLACEMENTS: dict[str, Placement] = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
 _ELEMENTWISE = frozenset({"neg", "relu", "add", "random"})
 _CALL = 1000
@@ -37,10 +37,11 @@ _CALL = 1000
 def layout(name: str) -> Layout:
     """``R``, ``S0``, ``S1`` or ``P`` on the first mesh; ``R'`` and so on on the second.
 
-    ``R|`` and so on are on the third, whose other axis has one device, and terms there.
+    ``R|`` and so on are on the third, whose other axis has one device, and terms there; ``R!`` is replicated there.
     """
     mesh = MESHES[mesh_of(name)]
-    return Layout(mesh, (_PLACEMENTS[name.rstrip("'|")], Partial())[: mesh.ndim])
+    on_other = Replicate() if name.endswith("!") else Partial()
+    return Layout(mesh, (_PLACEMENTS[name.rstrip("'|!")], on_other)[: mesh.ndim])
 
 
 def mesh_of(name: str) -> int:

@@ -33,6 +33,13 @@ def test_small_gathers_become_one():
     assert b.shown("bucket") == ["6 = pack 1 2", "7 = S0->R 6", "4 5 = unpack 7", "3 = add 4 5"]
 
 
+def test_on_an_axis_of_one_device_placements_do_not_matter():
+    b = body("P| P|", outputs=2)
+    b.move(1, "P|", "R|", out=3)
+    b.move(2, "P|", "R!", out=4)
+    assert b.shown("bucket") == ["5 = pack 1 2", "6 = P|->R| 5", "3 4 = unpack 6"]
+
+
 @pytest.mark.parametrize(("num_bytes", "num_joined"), [(256, 2), (257, 0)])
 def test_in_one_agent_it_depends_on_how_much_is_moved(monkeypatch, num_bytes, num_joined):
     monkeypatch.setattr(bucket, "MEETINGS_BYTES", num_bytes)
