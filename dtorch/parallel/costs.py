@@ -1,8 +1,8 @@
 """What a step costs a device by a plan: seconds of compute and of communication, bytes of memory. Pure decisions.
 
-Compute is what linear layers and experts multiply, and, at the bandwidth of a device's own memory, what elementwise ops
-and the optimizer read and write; communication is what ``exchanges`` counts, at a latency and a bandwidth for each mesh
-axis; memory is weights and, in training, gradients and the optimizer's state.
+Compute is what linear layers, attention and experts multiply, and, at the bandwidth of a device's own memory, what
+elementwise ops and the optimizer read and write; communication is what ``exchanges`` counts, at a latency and a
+bandwidth for each mesh axis; memory is weights and, in training, gradients and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dtorch.parallel.exchanges import (
     Workload,
     activation_layout,
     attention_exchanges,
+    attention_layers,
     gradient_exchange,
     module_exchanges,
     moved_bytes,
@@ -33,6 +34,8 @@ from dtorch_runtime.ir.placement import Partial, Replicate
 
 #: Multiplications of a linear layer in training, by those of its forward pass: input and weight have gradients.
 _TRAINING_PASSES: Final = 3
+#: The same of attention, which computes the scores anew for the gradients (Dao 2023, "FlashAttention-2").
+_ATTENTION_PASSES: Final = 3.5
 #: How often elementwise ops read or write each number that a layer makes: it is made, normalised or activated, added.
 _ACTIVATION_ACCESSES: Final = 6
 #: And the optimizer each parameter: those of ``torch.optim.AdamW`` are 4, and 9 for each of its two moments.
@@ -169,7 +172,8 @@ class CostModel:
         self, facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan], zero_stage: int = 0
     ) -> Cost:
         """Of modules whose plans depend on no others'."""
-        compute = sum(self._flops(f, plans[f.name]) for f in facts) / self.costs.flops_per_s
+        flops = sum(self._flops(f, plans[f.name]) for f in facts) + self._attention_flops(facts, plans)
+        compute = flops / self.costs.flops_per_s
         found = [*self._activations(facts, plans)]
         accessed = sum(self._accessed_by_ops(f, plans[f.name]) for f in facts)
         memory = 0
@@ -227,6 +231,17 @@ class CostModel:
             elif facts.kind != "experts" and len(shape) == 2:
                 size += num_local
         return 2.0 * num_rows * size * passes
+
+    def _attention_flops(self, facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan]) -> float:
+        """Of scores and of the values that they weigh: of a token and all tokens, causal or not."""
+        work = self.step.work
+        passes = _ATTENTION_PASSES if self.step.is_training else 1
+        num_made = sum(
+            _largest(work.shape(layer.num_out), activation_layout(self.mesh, layer.on_tp))
+            for layer in attention_layers(facts, plans)
+            if layer.sizes
+        )
+        return 4.0 * num_made * work.sequence_length * passes
 
     def _activations(
         self, facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan]

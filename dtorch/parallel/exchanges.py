@@ -138,29 +138,8 @@ def gradient_exchange(
     return Exchange(name, "backward", "all-reduce", axes, moved)
 
 
-def attention_exchanges(
-    facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan], mesh: DeviceMesh, work: Workload
-) -> Iterator[Exchange]:
-    """Those of attention over a sequence that is cut: heads exchanged, or keys and values sent round."""
-    layers: dict[str, list[ModuleFacts]] = {}
-    for module in facts:
-        if module.num_head_groups and module.kind in ("linear", "conv1d"):
-            layers.setdefault(module.name.rpartition(".")[0], []).append(module)
-    for name, modules in layers.items():
-        *projections, output = modules
-        is_cut = bool(projections) and plans[projections[0].name].style.startswith("colwise")
-        layer = _Attention(
-            name,
-            [features_of(module)[1] for module in projections],
-            features_of(output)[0],
-            output.num_head_groups or 1,
-            {TP_AXIS: Shard(2)} if is_cut else {},
-        )
-        yield from _of_attention(layer, mesh, work)
-
-
 @dataclass(frozen=True, slots=True)
-class _Attention:
+class AttentionLayer:
     """A layer: features of queries, keys and values, or of all of them at once, and those of what comes out."""
 
     name: str
@@ -170,7 +149,35 @@ class _Attention:
     on_tp: Mapping[str, Placement]
 
 
-def _of_attention(layer: _Attention, mesh: DeviceMesh, work: Workload) -> Iterator[Exchange]:
+def attention_layers(
+    facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan]
+) -> Iterator[AttentionLayer]:
+    """Those of which all projections are among these modules; the last one is that of the output."""
+    layers: dict[str, list[ModuleFacts]] = {}
+    for module in facts:
+        if module.num_head_groups and module.kind in ("linear", "conv1d"):
+            layers.setdefault(module.name.rpartition(".")[0], []).append(module)
+    for name, modules in layers.items():
+        *projections, output = modules
+        is_cut = bool(projections) and plans[projections[0].name].style.startswith("colwise")
+        yield AttentionLayer(
+            name,
+            [features_of(module)[1] for module in projections],
+            features_of(output)[0],
+            output.num_head_groups or 1,
+            {TP_AXIS: Shard(2)} if is_cut else {},
+        )
+
+
+def attention_exchanges(
+    facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan], mesh: DeviceMesh, work: Workload
+) -> Iterator[Exchange]:
+    """Those of attention over a sequence that is cut: heads exchanged, or keys and values sent round."""
+    for layer in attention_layers(facts, plans):
+        yield from _of_attention(layer, mesh, work)
+
+
+def _of_attention(layer: AttentionLayer, mesh: DeviceMesh, work: Workload) -> Iterator[Exchange]:
     for axis in _ULYSSES:
         if has_ranks(mesh, axis):
             by_place = activation_layout(mesh, layer.on_tp)

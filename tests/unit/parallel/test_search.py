@@ -218,7 +218,11 @@ def test_what_is_not_trained_and_what_an_optimizer_keeps_count() -> None:
     _, adamw = searched(model, on, costs(FAST))
     sizes = [found.auto.memory_bytes for found in (inference, sgd, adamw)]
     assert sizes == [sizes[0], 2 * sizes[0], 4 * sizes[0]]
-    assert adamw.auto.compute_s == pytest.approx(3 * inference.auto.compute_s)
+    # Linear layers multiply 3 times as much, attention 3.5 times.
+    scores = model.config.num_hidden_layers * 4 * 16**2 * model.config.hidden_size
+    attention_s = 4 * scores / 2 / 1e9
+    expected = 3 * inference.auto.compute_s + 0.5 * attention_s
+    assert adamw.auto.compute_s == pytest.approx(expected)
     model.requires_grad_(False)
     _, frozen = searched(model, on, costs(FAST))
     assert frozen.auto.memory_bytes == sizes[0]
@@ -266,6 +270,26 @@ def test_what_ops_and_the_optimizer_read_and_write_takes_time(
         expected = made * passes * 6 + parameters * num_accesses
         assert getattr(found, name).compute_s == pytest.approx(expected), name
     assert found.chosen == found.auto
+
+
+@pytest.mark.parametrize(("training", "passes"), [(True, 3.5), (False, 1.0)])
+def test_attention_multiplies_with_the_square_of_the_length(training: bool, passes: float) -> None:
+    """Of twice the tokens, linear layers multiply twice as much, and attention four times."""
+    model, on, batch, length = built("llama"), mesh([0, 1], "tp"), 4, 16
+    free = costs(LinkCosts(latency_s=0, bytes_per_s=1e30), flops_per_s=1.0)
+    config = model.config
+    one, two = (
+        dtorch.plan(
+            model, on, "search", batch_size=batch, sequence_length=size, training=training, costs=free
+        ).found
+        for size in (length, 2 * length)
+    )
+    assert one is not None
+    assert two is not None
+    scores = config.num_hidden_layers * batch * length**2 * config.hidden_size
+    for name, num_ranks in (("replicated", 1), ("auto", 2)):
+        found = getattr(two, name).compute_s - 2 * getattr(one, name).compute_s
+        assert found / 2 == pytest.approx(4 * scores * passes / num_ranks), name
 
 
 def test_a_cut_that_products_are_not_worth_may_be_worth_what_memory_takes() -> None:
