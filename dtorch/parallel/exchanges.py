@@ -74,10 +74,11 @@ def moved_bytes(shape: tuple[int, ...], itemsize_bytes: int, source: Layout, tar
 
 def activation_layout(mesh: DeviceMesh, on_axis: Mapping[str, Placement] | None = None) -> Layout:
     """Of an activation [batch, sequence, features]: cut by batch and by sequence where the mesh has axes for it."""
-    usual: dict[str, Placement] = dict.fromkeys(BATCH_AXES, Shard(0)) | dict.fromkeys(
-        (*_ULYSSES, _RING), Shard(1)
-    )
-    usual |= on_axis or {}
+    usual: dict[str, Placement] = {
+        **dict.fromkeys(BATCH_AXES, Shard(0)),
+        **dict.fromkeys((*_ULYSSES, _RING), Shard(1)),
+        **(on_axis or {}),
+    }
     names = mesh.mesh_dim_names or ()
     return Layout(mesh, tuple(usual.get(name, Replicate()) for name in names))
 
