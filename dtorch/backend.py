@@ -36,7 +36,7 @@ from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import Graph
 from dtorch.linked import dispatch_linked
 from dtorch.meshes import check_index
-from dtorch.optimizers import place_loaded_state
+from dtorch.optimizers import place_loaded_state, settle_numbers
 from dtorch.state_dicts import load_all_or_nothing
 from dtorch.storages import refuse_storages
 from dtorch.strided import BACKENDS, not_strided
@@ -109,6 +109,7 @@ def register() -> None:
         _use_foreach_optimizers()
         keep_ties()
         place_loaded_state()
+        settle_numbers()
         load_all_or_nothing()
         refuse_storages()
 

@@ -1,4 +1,4 @@
-"""What comes from a state dict of an optimizer goes where the parameters are, cut as they are.
+"""State of optimizers goes where the parameters are: what comes from a state dict cut as they are, and counts of steps.
 
 Torch moves state to the device of the parameter. That is one device here, and the mesh and the placements say where. A
 hyperparameter that is a tensor, such as a learning rate, torch leaves where the state dict has it; here it goes where
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import wraps
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from dtorch.factory import from_torch
 from dtorch.tensors import Tensor
@@ -66,6 +68,7 @@ def place_loaded_state() -> None:
     def load_state_dict(self: Optimizer, state_dict: Any) -> None:
         before = [dict(group) for group in self.param_groups]
         load(self, state_dict)
+        _settled.pop(self, None)
         for group, old in zip(self.param_groups, before, strict=True):
             for name, value in group.items():
                 group[name] = _placed_like(value, old.get(name))
@@ -73,6 +76,32 @@ def place_loaded_state() -> None:
     # The only places where all pass.
     type.__setattr__(Optimizer, "_process_value_according_to_param_policy", staticmethod(placing))
     type.__setattr__(Optimizer, "load_state_dict", load_state_dict)
+
+
+#: Optimizers whose numbers are where their parameters are, and of how many parameters they had state then.
+_settled: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+
+def settle_numbers() -> None:
+    """Let numbers that an optimizer makes for a parameter, as its count of steps, be on the parameter's mesh.
+
+    Torch makes them on the device of the parameter, which says no mesh; elsewhere they would be moved at every step.
+    """
+    if _settle not in _global_optimizer_post_hooks.values():
+        register_optimizer_step_post_hook(_settle)
+
+
+def _settle(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _settled.get(optimizer) == len(optimizer.state):
+        return
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
+            continue
+        mesh = parameter.device_mesh
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim == 0 and value.device_mesh != mesh:
+                state[name] = value.redistribute(device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+    _settled[optimizer] = len(optimizer.state)
 
 
 def _placed_like(value: Any, old: Any) -> Any:

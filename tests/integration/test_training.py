@@ -113,6 +113,33 @@ def test_optimizers(name: str, grid: dtorch.DeviceMesh) -> None:
         check(found)
 
 
+@pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}], ids=["fused", "capturable"])
+def test_counts_of_steps_are_where_their_parameters_are(options: Any, grid: dtorch.DeviceMesh) -> None:
+    """Elsewhere each would be moved at every step."""
+    *_, (model, x, y) = both(grid)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    def meshes() -> set[Any]:
+        return {state["step"].device_mesh for state in optimizer.state.values()}
+
+    step()
+    assert meshes() == {grid}
+    optimizer.load_state_dict(optimizer.state_dict())
+    step()
+    assert meshes() == {grid}
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
+    more = nn.Parameter(dtorch.ones(3, device_mesh=grid))
+    optimizer.add_param_group({"params": [more]})
+    more.grad = torch.ones_like(more)
+    step()
+    assert meshes() == {grid}
+
+
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
