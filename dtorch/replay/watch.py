@@ -273,7 +273,7 @@ def _part_name(form: str, name: str, key: Any) -> str:
 
 def _advice(name: str) -> str:
     return (
-        " (an optimizer counts its steps on the cluster with capturable=True)"
+        " (an optimizer counts its steps on the cluster with fused=True or capturable=True)"
         if name.endswith("['step']")
         else ""
     )
