@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # a session makes graphs
     from dtorch.connection import Session
     from dtorch.graph import Graph
 
-#: How often issued ops are counted again, which takes some milliseconds.
-_NUM_LOOKS = 1000
+#: For so long issued ops are counted again, and a graph is waited for that sends a batch.
+_COUNTS_FOR_S = 0.2
 
 
 class Batches:
@@ -48,23 +48,22 @@ class Batches:
     def num_issued_ops(self) -> int:
         """Ops that were issued, sent or not.
 
-        A batch that is being sent may be in both counts for some microseconds, so they are taken again for a while. A
-        graph is not waited for: its thread may wait for room.
+        A batch that is being sent may be in both counts, or in neither, so they are taken again for a while; for no
+        longer, because the thread of a graph may wait for room.
         """
-        counts = self._session.counts
-        for _ in range(_NUM_LOOKS):
+        counts, deadline_s = self._session.counts, time.monotonic() + _COUNTS_FOR_S
+        while True:
             num_batches, num_sent = counts.num_batches, counts.num_ops
             unsent = sum(orphan[2] for orphan in self.orphans)
             is_still = True
             for graph in self._live():
-                is_free = graph.lock.acquire(
-                    blocking=False
-                )  # a batch is sent and taken off the graph under it
+                # A batch is sent and taken off the graph under its lock.
+                is_free = graph.lock.acquire(timeout=max(0.0, deadline_s - time.monotonic()))
                 unsent += graph.num_ops + graph.num_held
                 if is_free:
                     graph.lock.release()
                 is_still &= is_free
-            if is_still and counts.num_batches == num_batches:
+            if (is_still and counts.num_batches == num_batches) or time.monotonic() >= deadline_s:
                 break
         return num_sent + unsent
 

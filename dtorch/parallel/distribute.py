@@ -73,12 +73,12 @@ def parallelize(
             f"this {type(model).__name__} is parallel already, on {model.dtorch_mesh!r}; "
             f"build it again to put it on another mesh"
         )
+    decision = decide(model, mesh, plan, SearchRequest(memory_limit_bytes=memory_limit_bytes))
     if any(hasattr(module, "dtorch_zero") for module in model.modules()):
         raise SettingError(
             f"this {type(model).__name__} has ZeRO, which cuts what is on a mesh; write "
             f"dtorch.parallelize(model, mesh) first, and dtorch.parallel.zero(model, ...) behind it"
         )
-    decision = decide(model, mesh, plan, SearchRequest(memory_limit_bytes=memory_limit_bytes))
     stages, plans = decision.stages, decision.plans
     first, last = stages.meshes[0], stages.meshes[stages.end]
     source = None if checkpoint is None else Checkpoint(checkpoint)

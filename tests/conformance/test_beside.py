@@ -33,7 +33,7 @@ from dtorch_runtime.wire.records import (
     TemplateRecord,
     TraceReply,
 )
-from dtorch_runtime.worker import kernels
+from dtorch_runtime.worker import kernels, redistribute
 from tests.support.executors import SESSION, Rig
 
 _WAIT_S = 20.0
@@ -41,6 +41,12 @@ BOTH, LAST = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1])
 SHARDED, WHOLE = Layout(BOTH, (Shard(0),)), Layout(BOTH, (Replicate(),))
 TERMS = Layout(BOTH, (Partial(),))
 ROWS = torch.arange(8.0).reshape(4, 2)
+
+
+@pytest.fixture(autouse=True)
+def small_ones_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a few bytes go beside also inside an agent."""
+    monkeypatch.setattr(redistribute, "INSIDE_FACTOR", 8)
 
 
 @pytest.fixture
