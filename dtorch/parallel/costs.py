@@ -41,6 +41,7 @@ _ACTIVATION_ACCESSES: Final = 6
 #: And the optimizer each parameter: those of ``torch.optim.AdamW`` are 4, and 9 for each of its two moments.
 _PARAMETER_ACCESSES: Final = 4
 _STATE_ACCESSES: Final = 9
+_COPY_ACCESSES: Final = 2
 _PHASES: Final[tuple[Phase, ...]] = ("forward", "backward")
 
 
@@ -176,6 +177,7 @@ class CostModel:
         compute = flops / self.costs.flops_per_s
         found = [*self._activations(facts, plans)]
         accessed = sum(self._accessed_by_ops(f, plans[f.name]) for f in facts)
+        accessed += self._accessed_by_attention(facts, plans)
         memory = 0
         counted: set[int] = set()
         for f in facts:
@@ -212,7 +214,13 @@ class CostModel:
         pieces = self._pieces(shape, layout, zero_stage)
         num_state = self.step.state_bytes(weight) / weight.itemsize_bytes
         accesses = _PARAMETER_ACCESSES + _STATE_ACCESSES * num_state
-        return int(_largest(shape, pieces or layout) * accesses * weight.itemsize_bytes)
+        own = _largest(shape, pieces or layout)
+        accessed = own * accesses
+        if (
+            pieces is not None and zero_stage < 3
+        ):  # a piece is cut off before, and what was gathered is copied behind
+            accessed += _COPY_ACCESSES * (own + _largest(shape, layout))
+        return int(accessed * weight.itemsize_bytes)
 
     def _flops(self, facts: ModuleFacts, plan: ModulePlan) -> float:
         if facts.kind not in ("linear", "conv1d", "experts"):
@@ -231,6 +239,23 @@ class CostModel:
             elif facts.kind != "experts" and len(shape) == 2:
                 size += num_local
         return 2.0 * num_rows * size * passes
+
+    def _accessed_by_attention(self, facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan]) -> int:
+        """Bytes of scores, which on CPU devices take as long as what elementwise ops read and write.
+
+        Kernels of other devices compute on them beside the products.
+        """
+        if self.mesh.device_type != "cpu":
+            return 0
+        work = self.step.work
+        num_scores = sum(
+            _largest(work.shape(layer.num_heads), activation_layout(self.mesh, layer.on_tp))
+            * work.sequence_length
+            for layer in attention_layers(facts, plans)
+            if layer.sizes
+        )
+        passes = _ATTENTION_PASSES if self.step.is_training else 1
+        return int(num_scores * passes * _ACTIVATION_ACCESSES * work.itemsize_bytes)
 
     def _attention_flops(self, facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan]) -> float:
         """Of scores and of the values that they weigh: of a token and all tokens, causal or not."""

@@ -149,6 +149,12 @@ class AttentionLayer:
     num_head_groups: int
     on_tp: Mapping[str, Placement]
 
+    @property
+    def num_heads(self) -> int:
+        """Of queries; where keys have a layer of their own, its features say how many one head has."""
+        num_key_features = self.sizes[1] if len(self.sizes) > 1 else self.num_out
+        return max(1, self.num_out * self.num_head_groups // num_key_features)
+
 
 def attention_layers(
     facts: Sequence[ModuleFacts], plans: Mapping[str, ModulePlan]

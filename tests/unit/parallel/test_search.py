@@ -292,6 +292,25 @@ def test_attention_multiplies_with_the_square_of_the_length(training: bool, pass
         assert found / 2 == pytest.approx(4 * scores * passes / num_ranks), name
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_scores_are_read_and_written_by_each_head(family: str) -> None:
+    model, on, length = built(family), mesh([0, 1], "tp"), 16
+    given = replace(costs(LinkCosts(latency_s=0, bytes_per_s=1e30), flops_per_s=1e30), memory_bytes_per_s=4.0)
+    one, two = (
+        dtorch.plan(
+            model, on, "search", batch_size=4, sequence_length=size, training=False, costs=given
+        ).found
+        for size in (length, 2 * length)
+    )
+    assert one is not None
+    assert two is not None
+    config = model.config
+    num_scores = config.num_hidden_layers * config.num_attention_heads * 4 * length**2
+    for name, num_ranks in (("replicated", 1), ("auto", 2)):
+        found = getattr(two, name).compute_s - 2 * getattr(one, name).compute_s
+        assert found / 2 == pytest.approx(6 * num_scores / num_ranks), name
+
+
 def test_a_cut_that_products_are_not_worth_may_be_worth_what_memory_takes() -> None:
     model, on = Widening(), mesh([0, 1], "tp")
     given = costs(LinkCosts(latency_s=1e-3, bytes_per_s=1e9), flops_per_s=1e9)
