@@ -289,18 +289,19 @@ def _exchange_for_heads(call: _Call, axis: int) -> None:
     num_heads = call.query.shape[dim] if dim >= 0 else 1
     num_key_heads = call.key.shape[dim] if dim >= 0 else 1
     num_parts = _num_parts_of_heads(call, dim, axis)
-    if num_heads < num_parts or dim < 0:
+    is_cut = call.mesh.shape[axis] > 1
+    if is_cut and (num_heads < num_parts or dim < 0):
         raise PlacementError(
             f"scaled_dot_product_attention over the mesh axis {name!r} cuts the heads, and {num_heads} cannot be cut "
             f"into {num_parts}; allowed are at least as many heads as devices that share them. Write a mesh with a "
             f"shorter axis, or name the axis {RING_AXIS!r}, which cuts no heads"
         )
     group = num_heads // num_key_heads if num_key_heads else 1
-    if num_heads == group * num_key_heads and num_key_heads < num_parts:
+    if num_heads == group * num_key_heads and num_key_heads < num_parts <= num_heads:
         times = next(n for n in range(1, group + 1) if group % n == 0 and num_key_heads * n >= num_parts)
         call.key, call.value = (_repeated(x, dim, times) for x in (call.key, call.value))
         group //= times
-    if call.mesh.shape[axis] == 1:  # a single head would be cut, which is broadcast
+    if not is_cut:  # a single head would be cut, which is broadcast
         call.query, call.key, call.value = (_placed(x, axis, Replicate()) for x in call.inputs)
         call.mask = _mask_placed(call, axis, Replicate())
         return

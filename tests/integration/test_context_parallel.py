@@ -192,6 +192,11 @@ def test_axes_together(ring_kind: str, shape: Any, names: Any, placements: Any) 
         check(mesh, placements, tensors, mask, is_causal=kind is None, enable_gqa=heads != key_heads)
 
 
+def test_an_axis_of_one_device_cuts_no_heads() -> None:
+    mesh = mesh_of((4, 1), ("tp", "ulysses_cp"))
+    check(mesh, [Shard(1), Shard(2)], inputs(2, 2, 8, 8), None, is_causal=True)
+
+
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2), (6, 3)])
 def test_heads_that_are_cut_already(heads: int, key_heads: int) -> None:
     """Over tp too; six heads are 3 + 1 + 1 + 1 groups and less."""
