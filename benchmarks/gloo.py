@@ -37,6 +37,7 @@ def on_gloo_ranks(
             if time.monotonic() > deadline_s:
                 for process in ranks.processes:
                     process.kill()
+                    process.join()
                 raise TimeoutError(f"{num_ranks} Gloo ranks still ran {run.__name__} after {timeout_s:g} s")
     return answer[0] if answer else receiver.recv()
 

@@ -20,10 +20,10 @@ from dtorch import auto
 from dtorch.dispatch import special
 from dtorch.gradients import DIFFERENTIABLE
 from dtorch.graph import is_default_mesh
-from dtorch.merged_attention import merged_attention
+from dtorch.merged_attention import merged_attention, with_placement
 from dtorch.propagate import propagate
 from dtorch.ring_attention import Ring, ring_attention
-from dtorch.spec import Spec, intern_spec
+from dtorch.spec import Spec
 from dtorch.whole_attention import whole_attention
 from dtorch_runtime.errors import PlacementError
 from dtorch_runtime.ir.layout import Layout
@@ -384,7 +384,9 @@ def _check(
     Raises:
         PlacementError, RuntimeError: they do not.
     """
-    whole = [None if s is None else _replaced(s, axis, Replicate()) for s in (query, key, value, mask)]
+    whole = [
+        None if s is None else with_placement(s, (axis,), Replicate()) for s in (query, key, value, mask)
+    ]
     plan = propagate(_sdpa, (*whole, 0.0, is_causal), {"enable_gqa": enable_gqa})
     if any(isinstance(p, Partial) for spec in (query, key, value) for p in spec.layout.placements):
         raise PlacementError(
@@ -398,10 +400,3 @@ def _check(
     placements = list(layout.placements)
     placements[axis] = rows
     return Layout(layout.mesh, tuple(placements))
-
-
-def _replaced(spec: Spec, axis: int, placement: Placement) -> Spec:
-    placements = list(spec.layout.placements)
-    placements[axis] = placement
-    layout = Layout(spec.layout.mesh, tuple(placements))
-    return intern_spec(spec.shape, spec.dtype, layout, spec.stride)

@@ -130,7 +130,7 @@ def _plan(
     Raises:
         PlacementError, RuntimeError: they do not.
     """
-    whole = [None if s is None else _with(s, axes, Replicate()) for s in (query, key, value, mask)]
+    whole = [None if s is None else with_placement(s, axes, Replicate()) for s in (query, key, value, mask)]
     plan = propagate(_sdpa, (*whole, 0.0, is_causal), {"enable_gqa": enable_gqa})
     if any(isinstance(p, Partial) for spec in (query, key, value) for p in spec.layout.placements):
         raise PlacementError(
@@ -149,7 +149,8 @@ def _plan(
     return tuple(layouts), output.spec
 
 
-def _with(spec: Spec, axes: tuple[int, ...], placement: Placement) -> Spec:
+def with_placement(spec: Spec, axes: tuple[int, ...], placement: Placement) -> Spec:
+    """The same tensor, placed so along these axes."""
     return intern_spec(spec.shape, spec.dtype, _layout_with(spec.layout, axes, placement), spec.stride)
 
 

@@ -14,6 +14,7 @@ import dtorch
 from dtorch import Replicate, Shard
 from dtorch_runtime.errors import UnsupportedError
 from tests.support.captured import replays
+from tests.support.clusters import cluster_of
 from tests.support.leaks import LeakWatch
 from tests.support.tiny_llama import prompt, tiny_llama
 from tests.support.tiny_models import FAMILIES
@@ -54,11 +55,7 @@ QUICK = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(leak_watch: LeakWatch) -> Iterator[None]:
-    before = leak_watch.snapshot()
-    dtorch.init(num_nodes=2, devices_per_node=2)
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+    yield from cluster_of(leak_watch, num_nodes=2, devices_per_node=2)
 
 
 def mesh_of(name: str) -> dtorch.DeviceMesh:

@@ -10,6 +10,7 @@ import torch
 
 import dtorch
 from dtorch_runtime.errors import DTorchError, MeshError, SettingError
+from tests.support.clusters import cluster_of
 from tests.support.leaks import LeakWatch
 from tests.support.tiny_models import FAMILIES
 
@@ -69,11 +70,7 @@ def mesh_of(name: str) -> dtorch.DeviceMesh:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(leak_watch: LeakWatch) -> Iterator[None]:
-    before = leak_watch.snapshot()
-    dtorch.init(num_nodes=2, devices_per_node=2)
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+    yield from cluster_of(leak_watch, num_nodes=2, devices_per_node=2)
 
 
 def remote(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

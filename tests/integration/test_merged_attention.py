@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import dtorch
 from dtorch import Replicate, Shard
 from dtorch.cut_rows import appended, written
+from tests.support.clusters import cluster_of
 from tests.support.leaks import LeakWatch
 
 R = Replicate()
@@ -37,11 +38,7 @@ CASES: list[tuple[int, int, int, int, bool, str | None]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(leak_watch: LeakWatch) -> Iterator[None]:
-    before = leak_watch.snapshot()
-    dtorch.init(num_nodes=2, devices_per_node=4)
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+    yield from cluster_of(leak_watch, num_nodes=2, devices_per_node=4)
 
 
 def mesh_of(name: str) -> tuple[dtorch.DeviceMesh, list[Any], list[Any]]:

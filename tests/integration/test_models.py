@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 import dtorch
 from dtorch_runtime.errors import DTorchError, MeshError, SettingError, UnsupportedError
+from tests.support.clusters import cluster_of
 from tests.support.leaks import LeakWatch
 from tests.support.tiny_llama import prompt, tiny_config, tiny_llama
 
@@ -38,11 +39,7 @@ def mesh_of(name: str) -> dtorch.DeviceMesh:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(leak_watch: LeakWatch) -> Iterator[None]:
-    before = leak_watch.snapshot()
-    dtorch.init(num_nodes=2, devices_per_node=2)
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+    yield from cluster_of(leak_watch, num_nodes=2, devices_per_node=2)
 
 
 def generate(model: Any, ids: torch.Tensor, **kwargs: Any) -> list[list[int]]:

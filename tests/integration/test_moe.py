@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import dtorch
 import dtorch.nn as dnn
 from dtorch_runtime.errors import MeshError, PlacementError, SettingError
+from tests.support.clusters import cluster_of
 from tests.support.leaks import LeakWatch
 
 R, S = dtorch.Replicate(), dtorch.Shard
@@ -51,11 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(leak_watch: LeakWatch) -> Iterator[None]:
-    before = leak_watch.snapshot()
-    dtorch.init(num_nodes=2, devices_per_node=2)
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+    yield from cluster_of(leak_watch, num_nodes=2, devices_per_node=2)
 
 
 def mesh_of(name: str) -> dtorch.DeviceMesh:

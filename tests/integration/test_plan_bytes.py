@@ -12,6 +12,7 @@ import torch
 import dtorch
 from dtorch.parallel.exchanges import moved_bytes
 from dtorch_runtime.ir.layout import Layout
+from tests.support.clusters import cluster_of
 from tests.support.leaks import LeakWatch
 from tests.support.tiny_llama import prompt, tiny_llama
 from tests.support.tiny_models import FAMILIES
@@ -34,12 +35,7 @@ EXPERTS = {**EVEN, "num_local_experts": 4, "intermediate_size": 32}
 @pytest.fixture(scope="module", autouse=True)
 def cluster(leak_watch: LeakWatch) -> Iterator[None]:
     """Nodes of one device each, so that whatever moves crosses a link that is counted."""
-    before = leak_watch.snapshot()
-    dtorch.init(num_nodes=4, devices_per_node=1)
-    dtorch.counters()
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+    yield from cluster_of(leak_watch, num_nodes=4, devices_per_node=1)
 
 
 def received_bytes() -> Counter[str]:

@@ -16,6 +16,7 @@ import dtorch
 import dtorch.nn as dnn
 from dtorch.parallel.pipeline import Pipeline
 from dtorch_runtime.errors import SettingError
+from tests.support.clusters import cluster_of
 from tests.support.leaks import LeakWatch
 
 WIDTH, NUM_LAYERS, NUM_PARTS = 128, 2, 4
@@ -27,12 +28,7 @@ WEIGHT_BYTES = NUM_LAYERS * WIDTH * WIDTH * 4
 @pytest.fixture(scope="module", autouse=True)
 def cluster(leak_watch: LeakWatch) -> Iterator[None]:
     """Two nodes. What moves between the first devices of each crosses a link that is counted."""
-    before = leak_watch.snapshot()
-    dtorch.init(num_nodes=2, devices_per_node=2)
-    dtorch.counters()
-    leak_watch.declare_baseline(before)
-    yield
-    dtorch.shutdown()
+    yield from cluster_of(leak_watch, num_nodes=2, devices_per_node=2)
 
 
 def sent_bytes() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dtorch_runtime.ir.mesh import DeviceMesh
-from dtorch_runtime.wire.records import Arg, FailureRecord, Slot, TemplateRecord
+from dtorch_runtime.wire.records import Arg, FailureRecord, ListArg, Slot, TemplateRecord
 from dtorch_runtime.worker.blobs import Blobs, Poison
 from dtorch_runtime.worker.collectives.run_ahead import RunAhead
 from dtorch_runtime.worker.collectives.threads import ThreadExchange
@@ -15,13 +15,14 @@ from dtorch_runtime.worker.session import DeviceSession, Session
 from dtorch_runtime.worker.watch import StreamWatch
 
 CPU = torch.device("cpu")
-NEG, ADD, ADD_IN_PLACE, BAD, BAD_IN_PLACE, VIEW, UNKNOWN, ELSEWHERE, NO_MESH, SPLIT = range(1, 11)
+NEG, ADD, ADD_IN_PLACE, BAD, BAD_IN_PLACE, VIEW, UNKNOWN, ELSEWHERE, NO_MESH, SPLIT, ADD_LISTS = range(1, 12)
 
 
 def template(
     number: int, op: str, *args: Arg, outputs: int = 1, mesh: int = 1, mutates: tuple[int, ...] = ()
 ) -> TemplateRecord:
-    inputs = sum(isinstance(arg, Slot) for arg in args)
+    items = [item for arg in args for item in (arg.items if isinstance(arg, ListArg) else [arg])]
+    inputs = sum(isinstance(item, Slot) for item in items)
     return TemplateRecord(number, op, list(args), {}, inputs, outputs, 0, [mesh], list(mutates))
 
 
@@ -35,6 +36,14 @@ TEMPLATES = [
     template(UNKNOWN, "aten::no_such_op", Slot(0)),
     template(ELSEWHERE, "aten::neg", Slot(0), mesh=2),
     template(NO_MESH, "aten::neg", Slot(0), mesh=3),
+    template(
+        ADD_LISTS,
+        "aten::_foreach_add_.List",
+        ListArg([Slot(0), Slot(1)]),
+        ListArg([Slot(2), Slot(3)]),
+        outputs=0,
+        mutates=(0, 1),
+    ),
     template(SPLIT, "aten::split.Tensor", Slot(0), 1, outputs=2),
 ]
 

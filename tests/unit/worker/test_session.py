@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from dtorch_runtime.ir.stream import FREE
+from dtorch_runtime.worker.blobs import Poison
 from tests.support.device_bench import (
     ADD,
     ADD_IN_PLACE,
+    ADD_LISTS,
     BAD,
     BAD_IN_PLACE,
     ELSEWHERE,
@@ -139,6 +141,18 @@ def test_aliases_of_the_same_elements_do_not_overlap_partly(bench):
     assert not bench.reported
     assert bench.blobs[20].tolist() == [[0.0, 2.0, 4.0, 6.0]]
     assert min(bench.blobs) > 0
+
+
+def test_a_list_of_which_a_part_was_written_to_is_not_written_to_twice(bench):
+    """The second position is refused when the first is done: what is there can be told no more."""
+    whole = torch.arange(4.0).view(1, 4)
+    bench.blobs[20], bench.blobs[21] = torch.zeros(2), whole
+    bench.blobs[22], bench.blobs[23] = torch.ones(2), whole.as_strided((1, 4), (1, 1))
+    first = bench.blobs[20]
+    bench.run(ADD_LISTS, 7, 20, 21, 22, 23)
+    assert [failure.location_id for failure in bench.reported] == [7]
+    assert first.tolist() == [1.0, 1.0]
+    assert all(isinstance(bench.blobs[value], Poison) for value in (20, 21))
 
 
 def test_a_write_to_repeated_elements_is_a_failure(bench):
